@@ -23,6 +23,7 @@ cp -r csrc setup.py "$work"
   python setup.py build_ext --build-temp temp --build-lib lib)
 strip --strip-unneeded "$work"/lib/hvd_compress/*.so
 cp "$work"/lib/hvd_compress/*.so .carry
+find csrc -type f | sort | xargs cat | cksum >.carry/csrc  # gpu_check.sh takes the operators for this source only
 
 # torch's NCCL, in the layout that Horovod's CMake expects.
 nccl=$(python -c 'from importlib.util import find_spec

@@ -129,7 +129,7 @@ export PYTHONPATH=$copy
 # shellcheck disable=SC2329  # called by timeout's shell
 build() {
   # What was built for this torch elsewhere.
-  if compgen -G "$root/.carry/*.so" >/dev/null; then
+  if [[ -f $root/.carry/csrc && $(<"$root/.carry/csrc") == "$(cd "$root" && find csrc -type f | sort | xargs cat | cksum)" ]]; then
     cp "$root"/.carry/*.so hvd_compress
     "$python" -c 'from hvd_compress import ops; assert ops.COMPILED and ops.COMPILED_CUDA; print("both load, as carried")' &&
       return
@@ -178,7 +178,7 @@ cases() {
   [[ $host == horovod ]] || option="--host $host"  # horovodrun would take it for an option of its own
   printf '%s\n' "$@" | xargs -P 4 -I {} bash -c 'begin=$SECONDS item={} log=$work/'"$host"'_${item%%:*}.txt
     '"$launcher"' tests/parallel/check_training.py '"${option:-}"' --steps 6 --case-limit 100 {} >"$log" 2>&1 || { cat "$log"; exit 1; }
-    echo "{}: $(grep -c "rank 0. ok" "$log") cases, $((SECONDS - begin)) s"'
+    passed=$(grep -c "\[rank 0\] ok" "$log"); echo "{}: $passed cases, $((SECONDS - begin)) s"; ((passed))'
 }
 export -f under_torchrun under_horovodrun cases
 
@@ -230,7 +230,7 @@ SUMS
 
 # on_horovod KIND: the steps with one build of Horovod.
 on_horovod() {
-  most=60 step "sums of \`int64\`, $1" sums.txt bash -c 'under_horovodrun "$work/sums.py"'
+  most=60 step "sums of \`int64\` by Horovod itself, $1" "sums_$1.txt" bash -c 'under_horovodrun "$work/sums.py"'
   most=180 step "2 ranks on one card, $1: ${items[*]}" "horovod_$1.txt" bash -c 'cases "$@"' _ under_horovodrun horovod "${items[@]}"
 }
 if stage horovod; then

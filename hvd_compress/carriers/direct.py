@@ -2,6 +2,7 @@
 that it is ready. Gloo's allgather is a ring of N - 1 trips, and a group carries out two collectives at a time."""
 
 import math
+import threading
 import weakref
 from collections import deque
 from contextlib import suppress
@@ -18,12 +19,15 @@ class _Group:
 
     def __init__(self) -> None:
         self.open, self._begun = dict[int, DirectHandle](), 0
+        #: Threads wait one after another: two that wait for one message would count it twice.
+        self.lock = threading.RLock()
 
     def begun(self, handle: "DirectHandle") -> int:
         """Returns the number of a collective that begins."""
-        self._begun += 1
-        self.open[self._begun] = handle
-        return self._begun
+        with self.lock:
+            self._begun += 1
+            self.open[self._begun] = handle
+            return self._begun
 
     def ended(self, number: int) -> None:
         """Forgets a collective that has ended, and all before it. Each rank has started those, since it starts all in
@@ -43,7 +47,8 @@ class DirectHandle:
     start the collectives of a group in the same order."""
 
     def __init__(self, group: distributed.ProcessGroup, parts: list[Tensor], output: Tensor) -> None:
-        rank, size, self._output = distributed.get_rank(group), len(parts), output
+        rank, size, self._parts, self._output = distributed.get_rank(group), len(parts), parts, output
+        self._works = deque[distributed.Work]()  # each as it is posted: the others' memory stays if one cannot be
         self._group = _groups.setdefault(group, _Group())
         self._number = self._group.begun(self)
         tag, rows = _TAGS + self._number % _TAGS, output.tensor_split(size)
@@ -51,17 +56,23 @@ class DirectHandle:
         # In turns, so that ranks do not all send to the same one first. Receives first: Gloo sends at once what it
         # knows to be awaited.
         later = [(rank + turn) % size for turn in range(1, size if output.numel() else 1)]
-        works = [distributed.irecv(rows[peer], group=group, group_src=peer, tag=tag) for peer in reversed(later)]
-        works += [distributed.isend(parts[peer], group=group, group_dst=peer, tag=tag) for peer in later]
-        self._parts, self._works = parts, deque(work for work in works if work is not None)
+        for peer in reversed(later):
+            self._posted(distributed.irecv(rows[peer], group=group, group_src=peer, tag=tag))
+        for peer in later:
+            self._posted(distributed.isend(parts[peer], group=group, group_dst=peer, tag=tag))
+
+    def _posted(self, work: distributed.Work | None) -> None:
+        assert work is not None  # this process is in the group
+        self._works.append(work)
 
     def done(self) -> bool:
         return False  # timing must not decide the order of collectives
 
     def result(self, timeout: float = math.inf) -> Tensor:
         """Waits as long as the process group's own timeout: Gloo closes all connections after another one, too."""
-        self.wait()
-        self._group.ended(self._number)
+        with self._group.lock:
+            self.wait()
+            self._group.ended(self._number)
         return self._output
 
     def wait(self) -> None:

@@ -88,6 +88,13 @@ class TorchCollectives:
         return distributed.get_world_size(self.group)
 
     @property
+    def _sends_directly(self) -> bool:
+        """Whether tensors of the CPU are Gloo's, of torch's own process groups."""
+        if self.size == 1 or os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0") != "0":
+            return False
+        return "cpu:gloo" in distributed.get_backend_config(self.group).split(",")
+
+    @property
     def ranks(self) -> list[int]:
         """The group's ranks in the whole world."""
         return distributed.get_process_group_ranks(self.group)
@@ -100,8 +107,7 @@ class TorchCollectives:
 
     def start(self, request: Request, name: str) -> Handle:
         tensor = request.tensor
-        gloo = tensor.is_cpu and self.size > 1 and "cpu:gloo" in distributed.get_backend_config(self.group)
-        if gloo and request.verb in ("allgather", "alltoall"):
+        if tensor.is_cpu and self._sends_directly and request.verb in ("allgather", "alltoall"):
             return self._start_directly(request)
         if request.verb == "allreduce":
             output = tensor.clone()
@@ -126,6 +132,8 @@ class TorchCollectives:
         tensor, group, size = request.tensor.contiguous(), self.group, self.size
         assert group is not None
         if request.verb == "alltoall":
+            if len(tensor) % size:
+                raise ValueError(f"an alltoall of {len(tensor)} entries cannot be divided among {size} ranks")
             return DirectHandle(group, [*tensor.tensor_split(size)], torch.empty_like(tensor))
         output = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
         if not request.rendezvous:

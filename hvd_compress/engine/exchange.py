@@ -54,9 +54,15 @@ class _Running:
         """Notes that the exchange has asked for this collective, which is to start later."""
         self.handles, self.postponed = [], request
 
-    def started(self, handles: list[Handle], then: Stage) -> None:
-        """Notes that the exchange waits for these collectives."""
-        self.handles, self.postponed, self.stage = handles, None, then
+    def resumed(self) -> None:
+        """Forgets the collectives that the exchange has waited for."""
+        self.handles, self.postponed = [], None
+
+    def started(self, request: Request, handle: Handle) -> None:
+        """Notes that this collective has started, and that the exchange waits for it, beside others."""
+        self.handles.append(handle)
+        self.stage = request.then
+        self.collectives[request.name] += 1
 
     @property
     def arrived(self) -> bool:
@@ -154,15 +160,14 @@ class Exchanges:
                 self._start(running, request)
 
     def _start(self, running: _Running, requests: Requests) -> None:
-        handles = list[Handle]()
+        running.resumed()
         for request in requests if isinstance(requests, tuple) else (requests,):
             collectives = self.nodes.level(request)
             self._stats.count_request(request, collectives.size)
             name = f"{self.label}.{running.bucket.index}.{request.name}.{running.collectives[request.name]}"
-            running.collectives[request.name] += 1
             with stage("exchange"):
-                handles.append(collectives.start(request, name))
-        running.started(handles, request.then)
+                handle = collectives.start(request, name)
+            running.started(request, handle)  # one by one: Horovod needs a handle as long as it has the tensor
 
     def _start_postponed(self) -> None:
         """Starts the broadcasts, in the order of the launches, if all exchanges have come to theirs."""
