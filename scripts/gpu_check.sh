@@ -183,19 +183,6 @@ cases() {
 export -f under_torchrun under_horovodrun cases
 
 # --- horovod
-# torch's NCCL, in the layout that Horovod's CMake expects (the wheel has libnccl.so.2 only).
-# shellcheck disable=SC2329
-nccl_home() {
-  local nccl
-  nccl=$("$python" -c 'from importlib.util import find_spec
-print(next(iter(find_spec("nvidia.nccl").submodule_search_locations)))')
-  mkdir -p "$1/lib"
-  [[ -f $nccl/lib/libnccl.so.2 ]] || return 0
-  ln -sfn "$nccl/include" "$1/include"
-  ln -sf "$nccl/lib/libnccl.so.2" "$1/lib/libnccl.so"
-  ln -sf "$nccl/lib/libnccl.so.2" "$1/lib/libnccl.so.2"
-}
-
 # install_horovod NAME VARIABLE=VALUE...: the wheel in .carry/horovod-NAME, or one that is built and kept.
 # shellcheck disable=SC2329
 install_horovod() {
@@ -234,7 +221,15 @@ on_horovod() {
   most=180 step "2 ranks on one card, $1: ${items[*]}" "horovod_$1.txt" bash -c 'cases "$@"' _ under_horovodrun horovod "${items[@]}"
 }
 if stage horovod; then
-  nccl_home "$work/nccl"
+  # torch's NCCL, in the layout that Horovod's CMake expects (the wheel has libnccl.so.2 only).
+  nccl=$("$python" -c 'from importlib.util import find_spec
+print(next(iter(find_spec("nvidia.nccl").submodule_search_locations)))')
+  mkdir -p "$work/nccl/lib"
+  if [[ -f $nccl/lib/libnccl.so.2 ]]; then
+    ln -s "$nccl/include" "$work/nccl/include"
+    ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so"
+    ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so.2"
+  fi
   export LD_LIBRARY_PATH=$work/nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   capability=$("$python" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
   with=(HOROVOD_GPU_OPERATIONS=NCCL "HOROVOD_NCCL_HOME=$work/nccl" HOROVOD_NCCL_LINK=SHARED

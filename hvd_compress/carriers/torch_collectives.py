@@ -78,6 +78,10 @@ class TorchCollectives:
         self.group = distributed.group.WORLD if process_group is None else process_group
         if distributed.get_rank(self.group) < 0:
             raise ValueError("this process is not in process_group")
+        torchcomms = os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0") != "0"
+        gloo = not torchcomms and "cpu:gloo" in distributed.get_backend_config(self.group).split(",")
+        #: What goes as messages from each rank to each other one, for tensors of the CPU.
+        self._direct = ("allgather", "alltoall") if gloo and self.size > 1 else ()
 
     @property
     def rank(self) -> int:
@@ -86,13 +90,6 @@ class TorchCollectives:
     @property
     def size(self) -> int:
         return distributed.get_world_size(self.group)
-
-    @property
-    def _sends_directly(self) -> bool:
-        """Whether tensors of the CPU are Gloo's, of torch's own process groups."""
-        if self.size == 1 or os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0") != "0":
-            return False
-        return "cpu:gloo" in distributed.get_backend_config(self.group).split(",")
 
     @property
     def ranks(self) -> list[int]:
@@ -107,7 +104,7 @@ class TorchCollectives:
 
     def start(self, request: Request, name: str) -> Handle:
         tensor = request.tensor
-        if tensor.is_cpu and self._sends_directly and request.verb in ("allgather", "alltoall"):
+        if request.verb in self._direct and tensor.is_cpu:
             return self._start_directly(request)
         if request.verb == "allreduce":
             output = tensor.clone()

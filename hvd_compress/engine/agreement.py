@@ -9,7 +9,8 @@ from .collectives import Request
 from .dense import as_real
 from .work import Part, Step
 
-LIMIT = 2**20  #: Numbers to compare must be below this.
+#: Numbers to compare must be below this.
+LIMIT = 2**20
 # The entries that are hashed at a time.
 _PART = 2**20
 # Steps between two looks at the comparison's result on a GPU.
@@ -48,9 +49,9 @@ class Agreement(Part):
         self._differ.zero_()
         self._unchecked = True
 
-    def compare(self, number: int) -> Generator[Request, Tensor, None]:
-        """Compares a number with the other ranks', and notes whether they differ."""
-        same = yield from all_equal(torch.full((1,), number, dtype=torch.int64, device=self._differ.device))
+    def compare(self, number: Tensor) -> Generator[Request, Tensor, None]:
+        """Compares a number, (1,), by :func:`all_equal`, and notes whether the ranks differ."""
+        same = yield from all_equal(number)
         self.note(~same)
 
     def note(self, differ: Tensor) -> None:

@@ -50,13 +50,9 @@ class _Running:
     #: The collective that it has asked for, if that is to start later.
     postponed: Request | None = None
 
-    def postpone(self, request: Request) -> None:
-        """Notes that the exchange has asked for this collective, which is to start later."""
-        self.handles, self.postponed = [], request
-
-    def resumed(self) -> None:
-        """Forgets the collectives that the exchange has waited for."""
-        self.handles, self.postponed = [], None
+    def resumed(self, postponed: Request | None = None) -> None:
+        """Forgets the collectives that the exchange has waited for. ``postponed``: one that is to start later."""
+        self.handles, self.postponed = [], postponed
 
     def started(self, request: Request, handle: Handle) -> None:
         """Notes that this collective has started, and that the exchange waits for it, beside others."""
@@ -155,7 +151,7 @@ class Exchanges:
                 self._running.remove(running)
                 return
             if isinstance(request, Request) and request.verb == "broadcast" and self.nodes.everyone.ordered:
-                running.postpone(request)
+                running.resumed(postponed=request)
             else:
                 self._start(running, request)
 

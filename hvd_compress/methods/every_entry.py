@@ -58,8 +58,8 @@ class EveryEntryWork(Work):
         values, residual = self._values.copy_(bucket.residual), bucket.residual
         # No other message shows whether the ranks are in the same step, with the same options.
         digest = zlib.crc32(repr((key, step.number, step.settings)).encode()) % LIMIT
-        average = channel.average(values, self._invalid, derive(key, step.rank))
-        mean, error = yield from beside(self._agreement.compare(digest), average)
+        same = self._agreement.compare(torch.full((1,), digest, dtype=torch.int64, device=bucket.device))
+        mean, error = yield from beside(same, channel.average(values, self._invalid, derive(key, step.rank)))
         self._sent = self._feedback
         # Free on the CPU; a GPU would be synchronised.
         finite = mean.is_cpu and bool(mean.sum().isfinite())

@@ -9,7 +9,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from ..engine.agreement import LIMIT, Agreement, all_equal, disagreement
+from ..engine.agreement import LIMIT, Agreement, disagreement
 from ..engine.arguments import check_integer
 from ..engine.collectives import Request, allgather, allreduce
 from ..reference import BLOCK, Draw
@@ -62,8 +62,7 @@ class Shared(Decider):
     def agree(self, scoring: Scoring) -> Deciding:
         # No other message shows whether the ranks select alike. In every step: all ranks have to take part.
         digest = torch.full((1,), self.digest() % LIMIT, dtype=torch.int64, device=self.device)
-        same = yield from all_equal((digest + self.picker.checksum()) % LIMIT)
-        self.agreement.note(~same)
+        yield from self.agreement.compare((digest + self.picker.checksum()) % LIMIT)
         if self.idle.finds:
             self.idle.found((yield allreduce(self.idle.touched, "budget", "touched")) > 0)
 
