@@ -97,7 +97,7 @@ def set_collectives(compression: Compressor, collectives: Any) -> None:
     nodes = Nodes(collectives)
     if engine.nodes.inside is not None:
         nodes = collectives.in_nodes(collectives.size // engine.nodes.ranks)
-    engine.collectives = engine.comparison._collectives = engine.dense._collectives = collectives
+    engine.collectives = engine.comparison._collectives = collectives
     engine.nodes = engine.exchanges.nodes = nodes
     compression.collectives = nodes.between
     for work in engine.works:

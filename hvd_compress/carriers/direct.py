@@ -1,65 +1,106 @@
-"""Collectives of Gloo on the CPU as messages from each rank to each other one: two trips, since a receiver first says
-that it is ready. Gloo's allgather is a ring of N - 1 trips, and a group carries out two collectives at a time."""
+"""Collectives of Gloo on the CPU as messages from each rank to each other one. Gloo's allgather is a ring of N - 1
+trips, its sum one of 2 (N - 1), and a group carries out two collectives at a time.
+
+A message takes one trip if its receiver has said before that it is ready, and three otherwise: so the receives of what
+an exchange will ask for next are posted together with those of what it asks for now.
+"""
 
 import math
 import threading
 import weakref
 from collections import deque
 from contextlib import suppress
+from typing import Any
 
 from torch import Tensor, distributed
 
+from ..engine.collectives import Request
+
 #: The first tag, and their number: programs begin theirs with 0.
 _TAGS = 2**30
+#: More than the collectives between two rendezvous.
+_APART = 2**16
 
 
-class _Group:
-    """The collectives of one process group that have not ended. They keep their tensors and works alive, also if nobody
-    waits for them any more: Gloo closes all connections if the memory of a message is gone when it arrives."""
+class Direct:
+    """The direct messages of one process group. All ranks start its collectives in the same order.
 
-    def __init__(self) -> None:
-        self.open, self._begun = dict[int, DirectHandle](), 0
+    What has not ended is kept, also if nobody waits for it any more: Gloo closes all connections if the memory of a
+    message is gone when it arrives.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self.group, self.rank, self.size = weakref.ref(group), distributed.get_rank(group), group.size()
+        #: The last collective's number, which its messages have as a tag.
+        self._begun = 0
+        #: Those that are sent and have not ended, in the order of their starts; those whose receives are posted.
+        self.sent, self.awaited = list[DirectHandle](), dict[Request, DirectHandle]()
         #: Threads wait one after another: two that wait for one message would count it twice.
         self.lock = threading.RLock()
 
-    def begun(self, handle: "DirectHandle") -> int:
-        """Returns the number of a collective that begins."""
+    @classmethod
+    def of(cls, group: distributed.ProcessGroup) -> "Direct":
+        """The one object of a group."""
+        if group not in _groups:
+            _groups[group] = cls(group)
+        return _groups[group]
+
+    def meet(self) -> None:
+        """Called at each rendezvous of the ranks: what follows has the same numbers on all of them, whatever they have
+        started before."""
+        self._begun = (self._begun // _APART + 1) * _APART
+
+    def start(self, request: Request) -> "DirectHandle":
+        """Starts an allgather or an alltoall of a tensor on the CPU. Raises ``ValueError`` for an alltoall that cannot
+        be divided."""
         with self.lock:
-            self._begun += 1
-            self.open[self._begun] = handle
-            return self._begun
+            handle = self.awaited.pop(request, None) or self._await(request)
+            if request.following is not None:
+                self.awaited[request.following] = self._await(request.following)
+            self.sent.append(handle)
+            tensor = request.tensor.contiguous()
+            handle.send([*tensor.tensor_split(self.size)] if request.verb == "alltoall" else [tensor] * self.size)
+        return handle
 
-    def ended(self, number: int) -> None:
-        """Forgets a collective that has ended, and all before it. Each rank has started those, since it starts all in
-        one order, so their messages are on their way."""
-        for earlier in [n for n in self.open if n < number]:
+    def _await(self, request: Request) -> "DirectHandle":
+        """Posts the receives of a collective."""
+        rows, *shape = request.tensor.shape
+        if request.verb == "alltoall" and rows % self.size:
+            raise ValueError(f"an alltoall of {rows} entries cannot be divided among {self.size} ranks")
+        self._begun += 1
+        rows = rows if request.verb == "alltoall" else rows * self.size
+        return DirectHandle(self, self._begun, request.tensor.new_empty(rows, *shape))
+
+    def ended(self, handle: "DirectHandle") -> None:
+        """Forgets a collective that has ended, and those before it, which were dropped. Each rank has started these,
+        so their messages are on their way."""
+        while handle in self.sent:
             with suppress(RuntimeError):  # its own result() raises it again
-                self.open[earlier].wait()
-                del self.open[earlier]
-        self.open.pop(number, None)  # unless a later one has ended before
+                self.sent[0].wait()
+            self.sent.pop(0)
 
 
-_groups = weakref.WeakKeyDictionary[distributed.ProcessGroup, _Group]()
+_groups = weakref.WeakKeyDictionary[distributed.ProcessGroup, Direct]()
 
 
 class DirectHandle:
-    """A collective of a group: sends ``parts[r]`` to rank r, whose message is the r-th part of ``output``. All ranks
-    start the collectives of a group in the same order."""
+    """A collective in progress. The r-th part of its result comes from rank r."""
 
-    def __init__(self, group: distributed.ProcessGroup, parts: list[Tensor], output: Tensor) -> None:
-        rank, size, self._parts, self._output = distributed.get_rank(group), len(parts), parts, output
+    def __init__(self, direct: Direct, number: int, output: Tensor) -> None:
+        self._direct, self._output, self._rows = direct, output, output.tensor_split(direct.size)
+        self._to: dict[str, Any] = {"group": direct.group(), "tag": _TAGS + number % _TAGS}
         self._works = deque[distributed.Work]()  # each as it is posted: the others' memory stays if one cannot be
-        self._group = _groups.setdefault(group, _Group())
-        self._number = self._group.begun(self)
-        tag, rows = _TAGS + self._number % _TAGS, output.tensor_split(size)
-        rows[rank].copy_(parts[rank])
-        # In turns, so that ranks do not all send to the same one first. Receives first: Gloo sends at once what it
-        # knows to be awaited.
-        later = [(rank + turn) % size for turn in range(1, size if output.numel() else 1)]
-        for peer in reversed(later):
-            self._posted(distributed.irecv(rows[peer], group=group, group_src=peer, tag=tag))
-        for peer in later:
-            self._posted(distributed.isend(parts[peer], group=group, group_dst=peer, tag=tag))
+        # In turns, so that ranks do not all send to the same one first.
+        self._peers = [(direct.rank + turn) % direct.size for turn in range(1, direct.size if output.numel() else 1)]
+        for peer in reversed(self._peers):
+            self._posted(distributed.irecv(self._rows[peer], group_src=peer, **self._to))
+
+    def send(self, parts: list[Tensor]) -> None:
+        """Sends ``parts[r]`` to rank r."""
+        self._parts, rank = parts, self._direct.rank
+        self._rows[rank].copy_(parts[rank])
+        for peer in self._peers:
+            self._posted(distributed.isend(parts[peer], group_dst=peer, **self._to))
 
     def _posted(self, work: distributed.Work | None) -> None:
         assert work is not None  # this process is in the group
@@ -70,9 +111,9 @@ class DirectHandle:
 
     def result(self, timeout: float = math.inf) -> Tensor:
         """Waits as long as the process group's own timeout: Gloo closes all connections after another one, too."""
-        with self._group.lock:
+        with self._direct.lock:
             self.wait()
-            self._group.ended(self._number)
+            self._direct.ended(self)
         return self._output
 
     def wait(self) -> None:

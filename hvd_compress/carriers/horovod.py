@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ..engine.collectives import Handle, Nodes, Request, allgather, alltoall
+from ..engine.collectives import Handle, Nodes, Request, allgather
 from ..engine.registry import Registry
 from .nodes import divided, table
 from .polling import wait_until
@@ -91,36 +90,6 @@ class _HorovodHandle:
         return result.to(self._device)
 
 
-class _ExactSum:
-    """The sum of int64 over the ranks, in the bytes of a ring: an alltoall, the sums of parts, and an allgather.
-    ``start``: starts a collective of these ranks."""
-
-    def __init__(self, start: Callable[[Request, str], Handle], ranks: int, tensor: Tensor, name: str) -> None:
-        self._start, self._ranks, self._shape, self._name = start, ranks, tensor.shape, name
-        # done() is called on other streams.
-        self._stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-        flat = tensor.flatten()
-        self._parts = start(alltoall(pad(flat, (0, -len(flat) % ranks))), f"{name}.parts")
-        self._mine: Tensor | None = None  # this rank's part of the sum
-        self._whole: Handle | None = None
-
-    def done(self) -> bool:
-        if self._mine is None:
-            if not self._parts.done():
-                return False
-            with torch.cuda.stream(self._stream):
-                self._mine = self._parts.result().view(self._ranks, -1).sum(0)
-        if self._whole is None:
-            with torch.cuda.stream(self._stream):
-                self._whole = self._start(allgather(self._mine), f"{self._name}.sums")
-        return self._whole.done()
-
-    def result(self, timeout: float = math.inf) -> Tensor:
-        wait_until(self.done, timeout, "Horovod")
-        assert self._whole is not None
-        return self._whole.result()[: self._shape.numel()].view(self._shape)
-
-
 class HorovodCollectives:
     """``horovod.torch`` on a process set. Raises what Horovod raises (``HorovodInternalError`` if a rank fails)."""
 
@@ -156,10 +125,15 @@ class HorovodCollectives:
     def registry(self) -> Registry:
         return _registries.of(self._set, self.generation())
 
+    def sums(self, tensor: Tensor) -> bool:
+        """On a GPU, Horovod 0.28.1 multiplies fused tensors by 1.0, and int64 loses bits beyond 53."""
+        return tensor.dtype != torch.int64 or averaging_device(tensor.device).type != "cuda"
+
+    def may_differ(self, device: torch.device) -> bool:
+        return False
+
     def start(self, request: Request, name: str) -> Handle:
         hvd, mpi_ops = self._hvd, self._mpi_ops
-        if request.verb == "allreduce" and not self._sums_exactly(request.tensor):
-            return _ExactSum(self.start, self.size, request.tensor, name)
         tensor = request.tensor.detach().to(averaging_device(request.tensor.device))
         held = [second_reference(tensor)]
         if request.verb == "broadcast":
@@ -179,11 +153,6 @@ class HorovodCollectives:
             held += map(second_reference, (splits, received))
             number = mpi_ops._alltoall_async(tensor, splits, output, received, name, self._set)
         return _HorovodHandle(hvd, number, held, request.tensor.device)
-
-    def _sums_exactly(self, tensor: Tensor) -> bool:
-        """Whether an allreduce is exact. On a GPU, Horovod 0.28.1 multiplies fused tensors by 1.0, and int64 loses bits
-        beyond 53."""
-        return tensor.dtype != torch.int64 or averaging_device(tensor.device).type != "cuda"
 
     def check_in(self) -> Callable[[], list[int]]:
         """Names no missing ranks: Horovod's own messages do."""

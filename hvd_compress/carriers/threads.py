@@ -17,6 +17,8 @@ from ..engine.registry import Registry
 from .nodes import divided, groups
 
 T = TypeVar("T")
+# More than the collectives between two rendezvous.
+_APART = 1 << 32
 
 
 class _Meeting:
@@ -73,8 +75,15 @@ class ThreadCollectives:
     def registry(self) -> Registry:
         return self._world.registries[self._number]
 
+    def sums(self, tensor: torch.Tensor) -> bool:
+        return not self.ordered
+
+    def may_differ(self, device: torch.device) -> bool:
+        return self.ordered
+
     def start(self, request: Request, name: str) -> Handle:
-        self._started += 1
+        # A rendezvous is the same one for all ranks, whatever they have started since the last.
+        self._started = (self._started // _APART + 1) * _APART if request.rendezvous else self._started + 1
         return self._world.join(request, name, self._members, self.rank, self._started if self.ordered else None)
 
     def check_in(self) -> Callable[[], list[int]]:
@@ -98,7 +107,7 @@ class ThreadWorld:
         size: number of ranks, at least 1.
         timeout: seconds after which a wait raises ``TimeoutError`` and names the missing ranks.
         ordered: match collectives by the order of the calls, as torch.distributed does, and fail if their names differ;
-            otherwise by name, in any order, as Horovod does.
+            make sums as on Gloo, and let ranks differ up to a rendezvous. Otherwise by name, in any order, as Horovod.
         in_turn: one rank computes at a time, until it waits for a collective: faster than ranks that compete for the
             cores and the interpreter. Needs ``ordered``, where a rank waits without polling.
     """

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..engine.collectives import Handle, Nodes, Request, allgather
 from ..engine.registry import Registry
-from .direct import DirectHandle
+from .direct import Direct
 from .nodes import divided, groups
 from .polling import wait_until
 
@@ -80,8 +80,8 @@ class TorchCollectives:
             raise ValueError("this process is not in process_group")
         torchcomms = os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0") != "0"
         gloo = not torchcomms and "cpu:gloo" in distributed.get_backend_config(self.group).split(",")
-        #: What goes as messages from each rank to each other one, for tensors of the CPU.
-        self._direct = ("allgather", "alltoall") if gloo and self.size > 1 else ()
+        #: Messages from each rank to each other one, for tensors of the CPU.
+        self._direct = Direct.of(self.group) if gloo and self.group and self.size > 1 else None
 
     @property
     def rank(self) -> int:
@@ -102,10 +102,16 @@ class TorchCollectives:
     def registry(self) -> Registry:
         return Registry()  # collectives have no names
 
+    def sums(self, tensor: Tensor) -> bool:
+        return not self.may_differ(tensor.device)
+
+    def may_differ(self, device: torch.device) -> bool:
+        return self._direct is not None and device.type == "cpu"
+
     def start(self, request: Request, name: str) -> Handle:
         tensor = request.tensor
-        if request.verb in self._direct and tensor.is_cpu:
-            return self._start_directly(request)
+        if self._direct is not None and tensor.is_cpu and request.verb in ("allgather", "alltoall"):
+            return self._meet(request, self._direct) if request.rendezvous else self._direct.start(request)
         if request.verb == "allreduce":
             output = tensor.clone()
             work = distributed.all_reduce(output, group=self.group, async_op=True)
@@ -124,19 +130,13 @@ class TorchCollectives:
         assert work is not None
         return _TorchHandle(work, output, output.is_cuda and "nccl" in distributed.get_backend(self.group))
 
-    def _start_directly(self, request: Request) -> Handle:
-        """Starts an allgather or an alltoall as messages from each rank to each other one."""
-        tensor, group, size = request.tensor.contiguous(), self.group, self.size
-        assert group is not None
-        if request.verb == "alltoall":
-            if len(tensor) % size:
-                raise ValueError(f"an alltoall of {len(tensor)} entries cannot be divided among {size} ranks")
-            return DirectHandle(group, [*tensor.tensor_split(size)], torch.empty_like(tensor))
-        output = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
-        if not request.rendezvous:
-            return DirectHandle(group, [tensor] * size, output)
-        # Gloo's alltoall sends such messages too, and a timeout does not close its connections.
-        work = distributed.all_to_all_single(output, torch.cat([tensor] * size), group=group, async_op=True)
+    def _meet(self, request: Request, direct: Direct) -> Handle:
+        """Starts an allgather as Gloo's alltoall: it sends direct messages, too, and a timeout does not close its
+        connections."""
+        row, size = request.tensor.contiguous(), self.size
+        output = row.new_empty((size * row.shape[0], *row.shape[1:]))
+        direct.meet()
+        work = distributed.all_to_all_single(output, torch.cat([row] * size), group=self.group, async_op=True)
         assert work is not None
         return _TorchHandle(work, output, on_stream=False)
 

@@ -136,6 +136,12 @@ class TorchftCollectives:
     def in_nodes(self, nodes: object) -> Nodes:
         raise ValueError("nodes= does not go with a torchft.Manager: ranks inside a replica group are FSDP2's")
 
+    def sums(self, tensor: Tensor) -> bool:
+        return True
+
+    def may_differ(self, device: torch.device) -> bool:
+        return False
+
     def start(self, request: Request, name: str) -> Handle:
         if self._lost is not None:
             return _Failed(self._lost)

@@ -113,7 +113,8 @@ class _RingChannel(Channel):
         header.masked_fill_(invalid != 0, float("nan"))
         self.message[:, : self.head] = header.view(torch.uint8).view(self.ranks, -1)
         self.message[:, self.head :] = self.codes
-        theirs = (yield alltoall(self.message.view(-1))).view(self.ranks, -1)
+        answer = allgather(self.reply, "values")
+        theirs = (yield alltoall(self.message.view(-1), following=answer)).view(self.ranks, -1)
 
         part = torch.zeros(self.end - self.begin, dtype=torch.float32, device=self.device)
         received, own = self._scales(theirs), self.code.size(len(part))
@@ -133,7 +134,7 @@ class _RingChannel(Channel):
         header[: len(scales)] = scales
         self.reply[: self.head] = header.masked_fill_(received.isnan().any(), float("nan")).view(torch.uint8)
 
-        rows = (yield allgather(self.reply, "values")).view(self.ranks, -1)
+        rows = (yield answer).view(self.ranks, -1)
         received = self._scales(rows)
         codes = rows[:, self.head :].reshape(-1)[: self.mean_code.size(self.count)]
         self._decode(self.mean_code, codes, received.view(-1)[self.place], self.runs, self.mean, add=False)

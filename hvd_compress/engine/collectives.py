@@ -5,8 +5,8 @@ starts the operation without waiting.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -17,13 +17,13 @@ from .registry import Registry
 Verb = Literal["allreduce", "allgather", "alltoall", "reduce", "broadcast"]
 Category = Literal["values", "indices", "dense_tensor", "budget"]
 #: ``between``: across the network, between nodes or, without them, all ranks. ``inside``: within a node.
-Level = Literal["between", "inside"]
+Level = Literal["everyone", "between", "inside"]
 
 # The stage that a result usually begins.
 _THEN: dict[Category, Stage] = {"values": "apply", "indices": "encode", "dense_tensor": "apply", "budget": "encode"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """One collective on ``tensor``.
 
@@ -43,6 +43,7 @@ class Request:
     root: int = 0
     level: Level = "between"
     rendezvous: bool = False
+    following: "Request | None" = None
 
     def wire_bytes(self, ranks: int) -> float:
         """Bytes that one rank sends with the ring algorithm, without transport headers."""
@@ -74,9 +75,22 @@ def rendezvous(row: torch.Tensor) -> Request:
     return Request("allgather", row, "budget", rendezvous=True, then=_THEN["budget"])
 
 
-def alltoall(tensor: torch.Tensor, category: Category = "values", then: Stage = "reduce") -> Request:
+def alltoall(tensor: torch.Tensor, following: Request | None = None) -> Request:
     """Rank r receives the r-th part of every rank's tensor, in rank order. The length is a multiple of the ranks."""
-    return Request("alltoall", tensor, category, then=then)
+    return Request("alltoall", tensor, "values", then="reduce", following=following)
+
+
+def sum_of_parts(request: Request, ranks: int) -> Generator[Request, torch.Tensor, torch.Tensor]:
+    """An allreduce as an alltoall and an allgather, in as many bytes. Each part is summed by one rank, in the order of
+    ranks: all have the same bits."""
+    tensor = request.tensor
+    flat = torch.nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % ranks))
+    total = replace(request, verb="allgather", tensor=flat.new_zeros(len(flat) // ranks))
+    parts = yield replace(request, verb="alltoall", tensor=flat, then="reduce", following=total)
+    for part in parts.view(ranks, -1):
+        total.tensor.add_(part)
+    whole = yield total
+    return whole[: tensor.numel()].view(tensor.shape)
 
 
 def reduce(tensor: torch.Tensor, root: int, to_all: bool) -> Request:
@@ -125,6 +139,13 @@ class Collectives(Protocol):
     def registry(self) -> Registry:
         """The compressors of this process that exchange with these ranks."""
 
+    def sums(self, tensor: torch.Tensor) -> bool:
+        """Whether it can start an allreduce of ``tensor``; if not, :func:`sum_of_parts` takes its place."""
+
+    def may_differ(self, device: torch.device) -> bool:
+        """Whether ranks may start collectives of tensors on ``device`` that others never start, up to the next
+        rendezvous."""
+
     def start(self, request: Request, name: str) -> Handle:
         """Starts a collective without waiting."""
 
@@ -159,6 +180,10 @@ class Nodes:
             inside = between = None
         self.everyone, self.between, self.inside, self.renew = everyone, between or everyone, inside, renew
 
+    def may_differ(self, device: torch.device) -> bool:
+        """Whether ranks may start exchanges that others do not, see :meth:`Collectives.may_differ`."""
+        return self.inside is None and self.everyone.may_differ(device)
+
     @property
     def ranks(self) -> int:
         """Ranks of a node."""
@@ -171,8 +196,8 @@ class Nodes:
 
     def level(self, request: Request) -> Collectives:
         """The ranks that carry out a request. Raises ``ValueError`` for one inside a node if there are no nodes."""
-        if request.level == "between":
-            return self.between
+        if request.level != "inside":
+            return self.between if request.level == "between" else self.everyone
         if self.inside is None:
             raise ValueError(f"{request.verb} inside a node: the compressor was built without nodes=")
         return self.inside

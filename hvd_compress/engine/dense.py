@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from .bucket import in_order_of, is_dense
-from .collectives import Collectives, Handle, allreduce
+from .collectives import Collectives, Nodes, Request
+from .exchange import Exchange, Exchanges
 from .method import Method
 from .profiling import stage
 from .shards import local
+from .streams import StreamOrder, stream_order
+from .wire_stats import WireStats
 
 
 @dataclass(frozen=True)
@@ -50,31 +53,31 @@ def written_out(grad: Tensor) -> Tensor:
 
 
 class DenseAverages:
-    """The uncompressed gradients of one exchange, and their averages, by few allreduces.
+    """The uncompressed gradients of one step, and their averages, by few exchanges.
 
     Args:
-        collectives, label: of the engine.
+        exchanges: of the engine.
         half: sends float32 and bfloat16 as float16.
     """
 
-    #: Entries of one allreduce, unless a single gradient has more.
+    #: Entries of one exchange, unless a single gradient has more.
     CAPACITY = 2**22
 
-    def __init__(self, collectives: Collectives, label: str, half: bool) -> None:
-        self._collectives, self._label, self._half = collectives, label, half
+    def __init__(self, exchanges: Exchanges, half: bool) -> None:
+        self._exchanges, self._half = exchanges, half
+        self._orders = dict[torch.device, StreamOrder]()
         self.begin(1.0, by_host=False)
         self.clear()
 
     def begin(self, scale: float, by_host: bool) -> None:
-        """Begins an exchange. ``scale``: the loss scale of everything that arrives. ``by_host``: the host averages what
+        """Begins a step. ``scale``: the loss scale of everything that arrives. ``by_host``: the host averages what
         :meth:`arrive` returns, and stores the averages."""
-        self.scale, self._by_host = scale, by_host
+        self.scale, self.by_host = scale, by_host
 
     def clear(self) -> None:
         """Drops what has arrived."""
         self._arrived: list[DenseGradient] = []
-        self._started: list[tuple[list[DenseGradient], Handle, bool]] = []
-        self._averages: list[tuple[DenseGradient, Tensor]] = []
+        self._averages: list[tuple[list[DenseGradient], Tensor]] = []
 
     def arrive(self, number: int | None, like: Tensor, grad: Tensor) -> DenseGradient:
         """Takes the gradient of parameter ``number``, or another tensor, which is sent as it is. The payload is in the
@@ -93,13 +96,19 @@ class DenseAverages:
             ordered = ordered.half()
         flat = ordered.as_strided((ordered.numel(),), (1,))
         gradient = DenseGradient(number, grad, flat, ordered.stride(), scale)
-        if not self._by_host:
+        if not self.by_host:
+            self._order(flat.device).note_input()
             self._arrived.append(gradient)
         return gradient
 
+    def _order(self, device: torch.device) -> StreamOrder:
+        if device not in self._orders:
+            self._orders[device] = stream_order(device)
+        return self._orders[device]
+
     def start(self, name: str = "dense", reciprocal: bool = False) -> None:
         """Starts to average what has arrived since the last call, in the same order on all ranks. ``name``: of the
-        collectives. ``reciprocal``: multiplies sums by ``1 / ranks``, as Horovod and DDP do, in place of dividing them,
+        exchanges. ``reciprocal``: multiplies sums by ``1 / ranks``, as Horovod and DDP do, in place of dividing them,
         and sums all tensors of a dtype at once."""
         groups, sizes = defaultdict[object, list[list[DenseGradient]]](list), dict[object, int]()
         for gradient in self._arrived:
@@ -111,36 +120,34 @@ class DenseAverages:
                 size = payload.numel()
             alike[-1].append(gradient)
             sizes[key] = size
-        for number, group in enumerate(group for alike in groups.values() for group in alike):
-            with stage("dense"):
-                request = allreduce(torch.cat([gradient.payload for gradient in group]), "dense_tensor")
-                handle = self._collectives.start(request, f"{self._label}.{name}.{number}")
-            self._started.append((group, handle, reciprocal))
         self._arrived = []
+        for number, group in enumerate(group for alike in groups.values() for group in alike):
+            order = self._order(group[0].payload.device)
+            self._exchanges.launch(f"{name}.{number}", order, self._average(group, reciprocal), "dense")
 
-    def receive(self) -> None:
-        """Waits for the averages."""
-        ranks, self._averages = self._collectives.size, []
-        for group, handle, reciprocal in self._started:
-            with stage("wait"):
-                total = handle.result()
-            average = total * (1.0 / ranks) if reciprocal else total / ranks
-            parts = torch.split(average, [gradient.payload.numel() for gradient in group])
-            self._averages += zip(group, parts, strict=True)
-        self._started = []
+    def _average(self, group: list[DenseGradient], reciprocal: bool) -> Exchange:
+        flat, ranks = torch.cat([gradient.payload for gradient in group]), self._exchanges.nodes.everyone.size
+        total = yield Request("allreduce", flat, "dense_tensor", then="dense", level="everyone")
+        self._averages.append((group, total * (1.0 / ranks) if reciprocal else total / ranks))
 
     def write(self, method: Method | None) -> None:
-        """Writes the averages to what has arrived."""
-        for gradient, average in self._averages:
-            gradient.store(average, method)
+        """Writes the averages to what has arrived, after the exchanges have ended."""
+        for group, average in self._averages:
+            order = self._order(average.device)
+            with order:
+                parts = torch.split(average, [gradient.payload.numel() for gradient in group])
+                for gradient, part in zip(group, parts, strict=True):
+                    gradient.store(part, method)
+                order.release(average)
         self._averages = []
 
 
 def average_in_place(tensors: Iterable[Tensor], collectives: Collectives, label: str) -> None:
     """Replaces tensors by their averages over ranks. Waits."""
-    averages = DenseAverages(collectives, label, half=False)
+    exchanges = Exchanges(Nodes(collectives), WireStats(), label)
+    averages = DenseAverages(exchanges, half=False)
     for tensor in tensors:
         averages.arrive(None, tensor, tensor)
     averages.start()
-    averages.receive()
+    exchanges.finish()
     averages.write(None)

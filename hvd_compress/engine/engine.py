@@ -82,7 +82,7 @@ class Engine:
         self.comparison = Comparison(self.collectives, self.parameters[0].device, start_timeout)
         label = self.comparison.label
         self.exchanges = Exchanges(nodes, self.stats, label, partial(_advance_others, self._method))
-        self.dense = DenseAverages(self.collectives, label, dense_values == "fp16")
+        self.dense = DenseAverages(self.exchanges, dense_values == "fp16")
         #: The context of all calls that exchange.
         self.entered = Entered(lock, self.exchanges, self.stats)
         self.optimizers = Optimizers(self.parameters)
@@ -142,7 +142,9 @@ class Engine:
         if place is None:
             with stage("dense"):
                 dense = self.dense.arrive(number, self.parameters[number], grad)
-            self.stats.count_dense(grad.numel(), dense.payload.nbytes, self._ranks, self.nodes.ranks)
+            # Requests count the bytes of what the engine averages.
+            sent = dense.payload.nbytes if self.dense.by_host else 0
+            self.stats.count_dense(grad.numel(), sent, self._ranks, self.nodes.ranks)
             return dense
         full = place.work.bucket.arrive(place.index, grad)
         if full or self.exchanges.due():
@@ -164,7 +166,6 @@ class Engine:
                     self._warn_of_missing(work)
                     self._launch(work)
             self.exchanges.finish()
-            self.dense.receive()
         except BaseException:
             self.clock.reset()
             raise
@@ -223,9 +224,9 @@ class Engine:
             self.stats.count_gradient(bucket.numel - sum(piece.numel for piece in bucket.missing()), self._ranks)
         if nodes.inside is None:
             _accumulate(work)
-            self.exchanges.launch(bucket, _whole_exchange(work))
+            self.exchanges.launch(str(bucket.index), bucket.order, _whole_exchange(work))
         else:
-            self.exchanges.launch(bucket, two_level_exchange(work, nodes))
+            self.exchanges.launch(str(bucket.index), bucket.order, two_level_exchange(work, nodes))
 
     # Other ranks, and states.
 

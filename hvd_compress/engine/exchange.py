@@ -2,55 +2,66 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from .bucket import Bucket
-from .collectives import Handle, Nodes, Request
+from .collectives import Handle, Nodes, Request, sum_of_parts
 from .profiling import Stage, stage
+from .streams import StreamOrder
 from .wire_stats import WireStats
 
 # Seconds between polls. Horovod looks for new work every millisecond, so shorter ones gain nothing.
 POLL_INTERVAL = 200e-6
 
-T = TypeVar("T")
-#: A request, whose result the exchange is sent, or several that start together, for a list of results.
-Requests = Request | tuple[Request, ...]
-Exchange = Generator[Requests, Any, None]
+#: Yields requests one by one, and is sent their results.
+Road = Generator[Request, Any, Any]
+#: May yield several that start together, too, for a list of results.
+Exchange = Generator[Request | tuple[Request, ...], Any, Any]
 
 
-def beside(check: Generator[Request, Any, None], exchange: Generator[Request, Any, T]) -> Generator[Requests, Any, T]:
-    """An exchange whose first collective starts together with the only one of ``check``, so that neither waits for the
-    other on a link with a delay. What ``check`` raises ends the exchange before it has seen a result."""
-    checked, result = yield next(check), next(exchange)
-    with suppress(StopIteration):
-        check.send(checked)
+def together(roads: Sequence[Road]) -> Generator[tuple[Request, ...], list[Tensor], list[Any]]:
+    """Several roads as one exchange: their first collectives start together, so that none waits for
+    another on a link with a delay, then their second ones. Returns what they return. What a road raises ends those
+    behind it before they have seen a result."""
+    results, returned = dict[int, Tensor | None].fromkeys(range(len(roads))), [None] * len(roads)
     while True:
-        try:
-            request = exchange.send(result)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        result = yield request
+        asked = {}
+        for number, result in results.items():
+            try:
+                asked[number] = roads[number].send(result)
+            except StopIteration as end:
+                returned[number] = end.value
+        if not asked:
+            return returned
+        results = dict(zip(asked, (yield tuple(asked.values())), strict=True))
+
+
+def _ask(request: Request) -> Road:
+    return (yield request)
 
 
 @dataclass(eq=False)
 class _Running:
-    """An exchange in progress and the collectives it waits for."""
+    """An exchange in progress and the collectives it waits for.
 
-    bucket: Bucket
-    exchange: Exchange
-    handles: list[Handle] = field(default_factory=list)
+    ``name``: begins those of its collectives. ``order``: of what is launched on streams for it.
+    """
+
+    name: str
+    order: StreamOrder
+    exchange: Generator[tuple[Request, ...], list[Tensor], None]
     #: What the exchange does when it is resumed.
-    stage: Stage = "select"
+    stage: Stage
+    handles: list[Handle] = field(default_factory=list)
     collectives: Counter[str] = field(default_factory=Counter)
     #: The collective that it has asked for, if that is to start later.
-    postponed: Request | None = None
+    postponed: tuple[Request, ...] = ()
 
-    def resumed(self, postponed: Request | None = None) -> None:
+    def resumed(self, postponed: tuple[Request, ...] = ()) -> None:
         """Forgets the collectives that the exchange has waited for. ``postponed``: one that is to start later."""
         self.handles, self.postponed = [], postponed
 
@@ -69,7 +80,7 @@ class _Running:
 class Exchanges:
     """The exchanges in progress of one engine.
 
-    A collective's name is ``label``, its bucket, and its number among the exchange's collectives of one
+    A collective's name is ``label``, that of the exchange, and its number among the exchange's collectives of one
     ``Request.name``: the same in every step, as Horovod's response cache requires.
 
     Where collectives are matched by name, exchanges are resumed as their collectives finish. Where they are matched by
@@ -98,9 +109,10 @@ class Exchanges:
         """Whether exchanges are in progress that have not been looked at for a while."""
         return bool(self._running) and time.perf_counter() - self._looked > POLL_INTERVAL
 
-    def launch(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Starts an exchange, up to its first collective. Never waits."""
-        running = _Running(bucket, exchange)
+    def launch(self, name: str, order: StreamOrder, exchange: Exchange, begins: Stage = "select") -> None:
+        """Starts an exchange, up to its first collective. Never waits. ``order``: of the work on its tensors.
+        ``begins``: what it does first."""
+        running = _Running(name, order, self._carried(exchange), begins)
         self._running.append(running)
         self._resume(running)
 
@@ -121,7 +133,7 @@ class Exchanges:
             self.advance()
             return
         for running in list(self._running):
-            if running.postponed is None:
+            if not running.postponed:
                 self._resume(running)
 
     def finish(self) -> None:
@@ -139,39 +151,56 @@ class Exchanges:
             running.exchange.close()
         self._running.clear()
 
+    def _carried(self, exchange: Exchange) -> Generator[tuple[Request, ...], list[Tensor], None]:
+        """The exchange, in which a sum that its ranks cannot start is one of its parts."""
+        results: Any = None
+        while True:
+            try:
+                asked = exchange.send(results)
+            except StopIteration:
+                return
+            if isinstance(asked, tuple):
+                results = yield from together([*map(self._performed, asked)])
+            else:
+                (results,) = yield from together([self._performed(asked)])
+
+    def _performed(self, request: Request) -> Road:
+        members = self.nodes.level(request)
+        if request.verb != "allreduce" or members.sums(request.tensor):
+            return _ask(request)
+        return sum_of_parts(request, members.size)
+
     def _resume(self, running: _Running) -> None:
         """Continues an exchange with the result of its collective. Waits for it."""
-        bucket = running.bucket
-        with bucket.order.exchange_stream():
+        with running.order.exchange_stream():
             results = [self.wait(handle) for handle in running.handles]
             try:
-                with bucket.order, stage(running.stage):
-                    request = running.exchange.send(results if len(results) > 1 else next(iter(results), None))
+                with running.order, stage(running.stage):
+                    requests = running.exchange.send(results) if results else next(running.exchange)
             except StopIteration:
                 self._running.remove(running)
                 return
-            if isinstance(request, Request) and request.verb == "broadcast" and self.nodes.everyone.ordered:
-                running.resumed(postponed=request)
+            if requests[0].verb == "broadcast" and self.nodes.everyone.ordered:
+                running.resumed(postponed=requests)
             else:
-                self._start(running, request)
+                self._start(running, requests)
 
-    def _start(self, running: _Running, requests: Requests) -> None:
+    def _start(self, running: _Running, requests: tuple[Request, ...]) -> None:
         running.resumed()
-        for request in requests if isinstance(requests, tuple) else (requests,):
-            collectives = self.nodes.level(request)
-            self._stats.count_request(request, collectives.size)
-            name = f"{self.label}.{running.bucket.index}.{request.name}.{running.collectives[request.name]}"
+        for request in requests:
+            members = self.nodes.level(request)
+            self._stats.count_request(request, members.size, self.nodes.ranks if request.level == "everyone" else 1)
+            name = f"{self.label}.{running.name}.{request.name}.{running.collectives[request.name]}"
             with stage("exchange"):
-                handle = collectives.start(request, name)
+                handle = members.start(request, name)
             running.started(request, handle)  # one by one: Horovod needs a handle as long as it has the tensor
 
     def _start_postponed(self) -> None:
         """Starts the broadcasts, in the order of the launches, if all exchanges have come to theirs."""
-        if any(running.postponed is None for running in self._running):
+        if not all(running.postponed for running in self._running):
             return
         for running in self._running:
-            assert running.postponed is not None
-            with running.bucket.order.exchange_stream():
+            with running.order.exchange_stream():
                 self._start(running, running.postponed)
 
     @contextmanager

@@ -69,7 +69,7 @@ class TorchHost(GradientStep):
         if self.collecting:
             self.finish()
         else:  # of a bucket without parameters of this compressor
-            engine.dense.receive()
+            engine.exchanges.finish()
         engine.dense.write(engine.method)
         for work in engine.works:
             work.bucket.write_results()

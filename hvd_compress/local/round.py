@@ -123,7 +123,8 @@ class Round:
             # Of peers, each may have taken another number of steps.
             must_equal = age if self._peers is None else engine.step
             self._calls.begin(Row("step()", must_equal, number, self._gradients.taken()))
-            if not self._delay or self._peers is not None:  # or a rank would wait here for the slowest one
+            # With a delay a rank would wait here for the slowest one, and between sites for a trip.
+            if self._peers is not None or not (self._delay or engine.nodes.may_differ(engine.parameters[0].device)):
                 self.check()
             self._send(self._sent)
         if not self._delay:
@@ -174,7 +175,6 @@ class Round:
         count_gradients(engine, fragment, sent.age - 1)  # arrive() has counted one
         if squares:
             self._squares = torch.stack(squares[::-1])
-            engine.stats.count_dense(0, self._squares.nbytes, engine.collectives.size, engine.nodes.ranks)
             engine.dense.arrive(None, self._squares, self._squares)
         engine.dense.start(f"local.{fragment.number}")
 

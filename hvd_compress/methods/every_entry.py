@@ -10,7 +10,7 @@ from ..codecs import Channel, Codec
 from ..engine.agreement import LIMIT, Agreement
 from ..engine.arguments import NamedParameters, check_flag
 from ..engine.bucket import Bucket
-from ..engine.exchange import Exchange, beside
+from ..engine.exchange import Exchange, together
 from ..engine.rng import derive
 from ..engine.state import Fixed, Tree
 from ..engine.work import Step, Work
@@ -59,7 +59,8 @@ class EveryEntryWork(Work):
         # No other message shows whether the ranks are in the same step, with the same options.
         digest = zlib.crc32(repr((key, step.number, step.settings)).encode()) % LIMIT
         same = self._agreement.compare(torch.full((1,), digest, dtype=torch.int64, device=bucket.device))
-        mean, error = yield from beside(same, channel.average(values, self._invalid, derive(key, step.rank)))
+        average = channel.average(values, self._invalid, derive(key, step.rank))
+        _, (mean, error) = yield from together([same, average])
         self._sent = self._feedback
         # Free on the CPU; a GPU would be synchronised.
         finite = mean.is_cpu and bool(mean.sum().isfinite())

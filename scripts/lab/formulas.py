@@ -106,11 +106,11 @@ def leaders(values: Codec, flag: int = 0, means: bool = False) -> Sends:
 
 
 def agreed(values: Codec, every_entry: bool = False) -> Sends:
-    """No indices, but a hash to compare: three float64; values."""
+    """No indices, but a hash to compare: four bytes; values."""
 
     def sends(model: Sizes) -> Messages:
         groups = model.pieces if every_entry else model.groups()
-        return [("allreduce", 24), *values(groups, model.ranks)]
+        return [("allgather", 4), *values(groups, model.ranks)]
 
     return sends
 

@@ -93,7 +93,7 @@ def test_dropped_handles(world):
                 results()
                 assert all(bool((handle.result() == 1).all()) for handle in dropped)
         check(world, partial(world.start, name="x"))()
-    assert not direct._groups[world.group].open, "ended collectives are forgotten"
+    assert not direct._groups[world.group].sent, "ended collectives are forgotten"
 
 
 def test_late_ranks(world):

@@ -32,8 +32,11 @@ def test_every_stage_of_a_step_is_in_the_profile(host):
     assert {name: count.pop(name) for name in ("select", "encode", "apply")} == dict.fromkeys(
         ("select", "encode", "apply"), buckets
     )
-    assert count.pop("exchange") == 2 * buckets  # indices, values
-    assert count.pop("wait") >= (2 * buckets if host == "ddp" else 1)
+    # Of torch: sums of values, and of uncompressed gradients, are made of parts.
+    ours, dtypes = host == "ddp", len({p.dtype for p in parameters if not compressed(p)})
+    assert count.pop("exchange") == (3 * buckets + 2 * dtypes if ours else 2 * buckets)  # indices, values
+    assert count.pop("wait") >= (3 * buckets + 2 * dtypes if ours else 1)
+    assert count.pop("reduce", 0) == (buckets + dtypes if ours else 0)
     assert count.pop("dense") >= 2
     assert not count
 
@@ -53,7 +56,9 @@ def test_ranges_do_not_contain_one_another():
 def test_methods_of_several_collectives_have_a_stage_between(build, middle):
     events, rank = ranges("ddp", build)
     count = Counter(e.name.removeprefix("hvd_compress.") for e in events)
-    assert count[middle] == count["apply"] == len(rank.compression.buckets)
+    dtypes = len({p.dtype for p in rank.model.parameters() if not compressed(p)})
+    sums = dtypes if middle == "reduce" else 0  # of uncompressed gradients
+    assert count[middle] - sums == count["apply"] == len(rank.compression.buckets)
 
 
 def test_without_a_profiler_nothing_is_recorded():

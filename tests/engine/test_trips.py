@@ -22,10 +22,10 @@ STEPS = {
 }
 STEPS = {name: trips for trips, names in STEPS.items() for name in names.split()}
 LOCAL = {
-    "low_bit": (dict(build=Quantized, restore_length=True), 3),
+    "low_bit": (dict(build=Quantized, restore_length=True), 2),
     "low_bit with a delay": (dict(build=Quantized, restore_length=True, delay=1), 2),
-    "diloco": (dict(build=NoCompression), 3),
-    "sparse": (dict(), 3),
+    "diloco": (dict(build=NoCompression), 2),
+    "sparse": (dict(), 2),
 }
 
 

@@ -23,16 +23,17 @@ def test_the_level_of_a_request_decides_where_it_travels_and_only_its_category_w
     """A new category must not change the way of the bytes."""
     between, inside = (SimpleNamespace(size=size, rank=0) for size in (4, 2))
     request = Request("allreduce", torch.zeros(250), category, level=level)
-    nodes = Nodes(SimpleNamespace(size=8, rank=0), between, inside)
-    assert nodes.level(request) is {"between": between, "inside": inside}[level]
+    nodes = Nodes(everyone := SimpleNamespace(size=8, rank=0), between, inside)
+    assert nodes.level(request) is {"everyone": everyone, "between": between, "inside": inside}[level]
     stats = WireStats()
     stats.begin_step()
     stats.count_request(request, nodes.level(request).size)
     stats.end_step()
     last = stats.report()["last"]
     counted = {name: last[f"{name}_bytes"] for name in (*get_args(Category), "inside") if last[f"{name}_bytes"]}
-    assert counted == ({category: 1500} if level == "between" else {"inside": 1000})
-    assert last["wire_bytes"] == (1500 if level == "between" else 0)
+    expected = {"everyone": {category: 1750}, "between": {category: 1500}, "inside": {"inside": 1000}}[level]
+    assert counted == expected
+    assert last["wire_bytes"] == expected.get(category, 0)
 
 
 def test_a_request_inside_a_node_without_nodes_raises_an_error():

@@ -61,7 +61,7 @@ def test_a_call_that_failed_is_repeated_without_loss():
         average_gradients(rank.compression)
     first.grad = grads[0].clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DenseAverages, "receive", lambda self: 1 / 0)
+        patch.setattr(DenseAverages, "start", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             average_gradients(rank.compression)
     average_gradients(rank.compression)

@@ -14,7 +14,8 @@ from horovod_job import barrier, gather
 from job import DEVICE, Job
 
 import hvd_compress
-from hvd_compress.carriers.horovod import HorovodCollectives, _ExactSum
+from hvd_compress.carriers.horovod import HorovodCollectives
+from hvd_compress.engine.collectives import allreduce, sum_of_parts
 
 CASES: Cases = {}
 
@@ -90,17 +91,20 @@ def exact_sums():
     carrier = HorovodCollectives()
     for shape in ((1,), (7,), (3, 5)):
         words = torch.randint(-(2**60), 2**60, shape, generator=torch.Generator().manual_seed(hvd.rank()))
-        found = _ExactSum(carrier.start, carrier.size, words, f"exact.{shape}").result(timeout=60)
-        assert torch.equal(found, gather(words).sum(0))
+        road = sum_of_parts(allreduce(words), carrier.size)
+        parts = carrier.start(next(road), f"exact.{shape}.0").result(timeout=60)
+        with pytest.raises(StopIteration) as end:
+            road.send(carrier.start(road.send(parts), f"exact.{shape}.1").result(timeout=60))
+        assert torch.equal(end.value.value, gather(words).sum(0))
     models, asked = [], []
 
     def never(_, tensor):
         asked.append(tensor.dtype == torch.int64)
         return not asked[-1]
 
-    for replaced in (HorovodCollectives._sums_exactly, never):
+    for replaced in (HorovodCollectives.sums, never):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HorovodCollectives, "_sums_exactly", replaced)
+            patch.setattr(HorovodCollectives, "sums", replaced)
             models.append(Job(density=1 / 32, values="lanes4", unused=False).train(6).model)
     assert any(asked)
     for one, other in zip(*map(torch.nn.Module.parameters, models), strict=True):
