@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .bucket import Bucket
 from .clock import Clock
+from .collectives import Collectives
 from .facts import OptimizerFacts, Traits
 from .state import Tree
 from .work import Work
@@ -48,6 +49,10 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def work(self, bucket: Bucket) -> Work:
         """One bucket of this method: its algorithm. Called when the compressor is built, for every bucket."""
+
+    @abc.abstractmethod
+    def shard_groups(self) -> list[Collectives]:
+        """The ranks that share parameters of the compressor, of each dimension of their meshes."""
 
     def compresses(self, parameter: Tensor) -> bool:
         """Whether this parameter is compressed if it is large enough (``min_numel``). Called when the compressor is

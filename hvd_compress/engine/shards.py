@@ -1,6 +1,7 @@
 """Sharded parameters (DTensors), recognised without importing torch.distributed."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, cast
 
 from torch import Tensor
@@ -29,6 +30,12 @@ def shards(tensor: Tensor) -> int:
 def place_in_mesh(tensor: Tensor) -> list[int]:
     """The coordinates of this rank's shard in the mesh of a DTensor; of any other tensor []."""
     return list(cast(Any, tensor).device_mesh.get_coordinate()) if is_sharded(tensor) else []
+
+
+def process_groups(tensors: Iterable[Tensor]) -> list[Any]:
+    """Those of the ranks that share DTensors: one for each dimension of each of their meshes."""
+    meshes = dict.fromkeys(cast(Any, tensor).device_mesh for tensor in tensors if is_sharded(tensor))
+    return [mesh.get_group(dimension) for mesh in meshes for dimension in range(mesh.ndim)]
 
 
 def whole(shard: Tensor, like: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..carriers.torch_collectives import TorchCollectives
 from ..engine.collectives import Collectives
 from ..engine.shards import is_sharded
 from .unsharded import check_resharded, sharded_modules
@@ -51,9 +50,7 @@ def check_gradient_is_averaged(name: str, parameter: Tensor, ours: bool, between
             f"{name}: is not this compressor's, so its gradient would not be averaged between the replicas: give "
             "the compressor the model after fully_shard() and to_empty()"
         )
-    if not isinstance(between, TorchCollectives):
-        return
-    ranks = between.ranks
+    ranks = getattr(between, "ranks", ())  # of torch.distributed
     sharded = cast(Any, parameter).device_mesh.mesh.flatten().tolist()
     if len({*ranks} & {*sharded}) > 1:
         raise ValueError(

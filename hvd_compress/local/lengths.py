@@ -7,7 +7,6 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ..carriers.shards import shard_groups
 from ..engine.collectives import allgather
 from ..engine.engine import Engine
 from .common_weights import Weight
@@ -29,7 +28,7 @@ class Lengths:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._groups = engine, shard_groups(engine.parameters)
+        self._engine, self._groups = engine, engine.method.shard_groups()
         self._device = engine.parameters[0].device
 
     def square(self, weight: Weight, tensor: Tensor) -> Tensor:

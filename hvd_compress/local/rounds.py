@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 import torch
 from torch.optim import Optimizer
 
-from ..carriers.shards import shard_groups
 from ..engine.clock import Clock
 from ..engine.engine import Engine
 from ..engine.membership import Membership
@@ -212,7 +211,7 @@ class Rounds(Clock):
             engine.stats.begin_step()
             rows = self._calls.compare(Row(call, extra=int(self.moved or not (moved_only and self._guards.watches))))
             label, device = f"{engine.exchanges.label}.buffers", engine.parameters[0].device
-            levels = [engine.collectives, *shard_groups(engine.parameters)]
+            levels = [engine.collectives, *engine.method.shard_groups()]
             if chosen is not None:
                 chosen.check_same(levels, label, device)
             if any(row.extra for row in rows):

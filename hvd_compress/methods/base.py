@@ -21,7 +21,7 @@ from ..engine.method import Method
 from ..engine.modes import modes_off
 from ..engine.optimizers import watch
 from ..engine.place import Place
-from ..engine.shards import local
+from ..engine.shards import local, process_groups
 from ..guards import optimizer as optimizer_guard
 from ..guards.dcp import refuse_dcp
 from ..guards.unsharded import check_resharded
@@ -184,6 +184,9 @@ class Compressor(Reporting, Method):
     def buckets(self) -> list[Bucket]:
         """The buckets of compressed parameters; empty if none is compressed."""
         return [work.bucket for work in self.engine.works]
+
+    def shard_groups(self) -> list[Collectives]:
+        return [self._around.collectives(None, group) for group in process_groups(self.engine.parameters)]
 
     @property
     def step(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..codecs import Channel, Codec
+from ..codecs.base import Channel, Codec
 from ..engine.agreement import LIMIT, Agreement
 from ..engine.arguments import NamedParameters, check_flag
 from ..engine.bucket import Bucket

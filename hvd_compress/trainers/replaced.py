@@ -3,7 +3,6 @@
 import torch
 
 from ..carriers import world
-from ..carriers.shards import shard_groups
 from ..engine.agreement import hash_of
 from ..engine.dense import as_real, average_in_place
 from ..engine.engine import Engine
@@ -30,5 +29,5 @@ def average_replaced(model: torch.nn.Module, engine: Engine) -> None:
     with engine.entered:
         floating = [p for p in parameters if p.is_floating_point() or p.is_complex()]
         average_in_place((as_real(local(p.detach())) for p in floating), members, label)
-        levels = [members, *shard_groups(engine.parameters)]
+        levels = [members, *engine.method.shard_groups()]
         Buffers(model).exchange(levels, f"{label}.buffers", device, engine.stats.count_request)

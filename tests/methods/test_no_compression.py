@@ -45,11 +45,13 @@ def test_bytes_are_those_of_a_ring_allreduce(values, width, host):
     stats = ranks[0].compression.stats()
     weights = len([*ranks[0].model.parameters()])  # compared in two of the four steps: two numbers of each
     for part, steps, compared in ((stats["last"], 1, 0), (stats["total"], 4, 2)):
-        whole = pytest.approx(steps * ring_bytes("allreduce", width * entries, 3), rel=1e-12)
+        # Under DDP, each bucket's sum is made of three equal parts.
+        padding = 0.0 if host == "horovod" else 3 * 2 * 4 / 3 * width * steps
+        whole = pytest.approx(steps * ring_bytes("allreduce", width * entries, 3), rel=1e-12, abs=padding)
         assert part["budget_bytes"] == compared * ring_bytes("allgather", 16 * weights, 3)
         assert part["wire_bytes"] - part["budget_bytes"] == whole and part["dense_tensor_bytes"] == whole
         assert part["dense_bytes"] == pytest.approx(steps * ring_bytes("allreduce", 4 * entries, 3), rel=1e-12)
-    assert stats["last"]["wire_ratio"] == pytest.approx(4 / width)
+    assert stats["last"]["wire_ratio"] == pytest.approx(4 / width, rel=1e-6 if host == "horovod" else 1e-3)
     assert stats["steps"] == 4 and stats["residual_norm"] == 0.0
 
 
@@ -62,15 +64,15 @@ def test_horovod_averages_each_gradient_itself():
     assert sorted(seen) == sorted(f"horovod.2.{number}" for number in range(9))
 
 
-def test_ddp_has_one_allreduce_for_each_of_its_buckets():
-    """Each starts in its bucket's hook."""
+def test_ddp_has_one_sum_for_each_of_its_buckets():
+    """Each starts in its bucket's hook; the answers follow in the last one."""
     world, ranks = replicas(2, NoCompression, host="ddp")
     random_steps(world, ranks, [0, 1])
     seen, finish, after = spy(ranks[0]), ranks[0].compression.engine.finish, []
     ranks[0].compression.engine.finish = lambda: after.append(len(seen)) or finish()
     buckets = len(ranks[0].buckets(gradients(ranks[0].model, 0), shuffle=2))
     random_steps(world, ranks, [2])
-    assert len(seen) == buckets > 2 and after == [buckets]
+    assert len(seen) == 2 * buckets > 4 and after == [buckets]
 
 
 def spy(rank):
