@@ -9,6 +9,7 @@ import math
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -45,31 +46,35 @@ class Direct:
             _groups[group] = cls(group)
         return _groups[group]
 
-    def meet(self) -> None:
+    def meet(self, following: Iterable[Request]) -> None:
         """Called at each rendezvous of the ranks: what follows has the same numbers on all of them, whatever they have
         started before."""
-        self._begun = (self._begun // _APART + 1) * _APART
+        with self.lock:
+            self._begun = (self._begun // _APART + 1) * _APART
+            for request in following:
+                self._await(request)
 
     def start(self, request: Request) -> "DirectHandle":
         """Starts an allgather or an alltoall of a tensor on the CPU. Raises ``ValueError`` for an alltoall that cannot
         be divided."""
         with self.lock:
-            handle = self.awaited.pop(request, None) or self._await(request)
-            if request.following is not None:
-                self.awaited[request.following] = self._await(request.following)
-            self.sent.append(handle)
+            if request not in self.awaited:
+                self._await(request)
+            self.sent.append(handle := self.awaited.pop(request))
             tensor = request.tensor.contiguous()
             handle.send([*tensor.tensor_split(self.size)] if request.verb == "alltoall" else [tensor] * self.size)
         return handle
 
-    def _await(self, request: Request) -> "DirectHandle":
-        """Posts the receives of a collective."""
+    def _await(self, request: Request) -> None:
+        """Posts the receives of a collective, and of those that will follow."""
         rows, *shape = request.tensor.shape
         if request.verb == "alltoall" and rows % self.size:
             raise ValueError(f"an alltoall of {rows} entries cannot be divided among {self.size} ranks")
         self._begun += 1
         rows = rows if request.verb == "alltoall" else rows * self.size
-        return DirectHandle(self, self._begun, request.tensor.new_empty(rows, *shape))
+        self.awaited[request] = DirectHandle(self, self._begun, request.tensor.new_empty(rows, *shape))
+        for following in request.following:
+            self._await(following)
 
     def ended(self, handle: "DirectHandle") -> None:
         """Forgets a collective that has ended, and those before it, which were dropped. Each rank has started these,

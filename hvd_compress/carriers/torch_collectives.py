@@ -135,7 +135,7 @@ class TorchCollectives:
         connections."""
         row, size = request.tensor.contiguous(), self.size
         output = row.new_empty((size * row.shape[0], *row.shape[1:]))
-        direct.meet()
+        direct.meet(request.following)
         work = distributed.all_to_all_single(output, torch.cat([row] * size), group=self.group, async_op=True)
         assert work is not None
         return _TorchHandle(work, output, on_stream=False)

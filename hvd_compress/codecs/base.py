@@ -58,6 +58,10 @@ class Channel(abc.ABC):
         self.mean = torch.empty(self.count, dtype=torch.float32, device=self.device)
         self.quantization_error = torch.empty(self.count, dtype=torch.float32, device=self.device)
 
+    def first_requests(self) -> tuple[Request, ...]:
+        """Those with which the next :meth:`average` will begin, if they are known before."""
+        return ()
+
     @abc.abstractmethod
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
         """Averages over ranks: yields requests, returns (mean, quantization_error).

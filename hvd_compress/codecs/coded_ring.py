@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..engine.arguments import check_integer
-from ..engine.collectives import allgather, alltoall
+from ..engine.collectives import Request, allgather, alltoall
 from ..reference.scales import bounded
 from .base import Averaged, Channel, Codec, invalidate
 from .packed import Code
@@ -91,6 +91,8 @@ class _RingChannel(Channel):
     def __init__(self, codec: CodedRing, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
         self.run, self.code, self.mean_code = codec.run, codec.code, codec.of_mean
+        #: The requests of the next average, once they are known to others.
+        self._asked: tuple[Request, Request] | None = None
 
     def set_group_sizes(self, sizes: list[int]) -> None:
         super().set_group_sizes(sizes)
@@ -105,6 +107,14 @@ class _RingChannel(Channel):
         self.message = torch.zeros(self.ranks, self.head + size, dtype=torch.uint8, device=self.device)
         self.reply = torch.zeros(self.head + reply, dtype=torch.uint8, device=self.device)
 
+    def first_requests(self) -> tuple[Request, ...]:
+        self._asked = self._ask()
+        return self._asked[:1]
+
+    def _ask(self) -> tuple[Request, Request]:
+        answer = allgather(self.reply, "values")
+        return alltoall(self.message.view(-1), answer), answer
+
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
         codes = self.codes.view(-1)[: self.code.size(self.count)]
         scales = self._encode(self.code, values, self.runs, codes, self.quantization_error)
@@ -113,8 +123,9 @@ class _RingChannel(Channel):
         header.masked_fill_(invalid != 0, float("nan"))
         self.message[:, : self.head] = header.view(torch.uint8).view(self.ranks, -1)
         self.message[:, self.head :] = self.codes
-        answer = allgather(self.reply, "values")
-        theirs = (yield alltoall(self.message.view(-1), following=answer)).view(self.ranks, -1)
+        sent, answer = self._asked or self._ask()
+        self._asked = None
+        theirs = (yield sent).view(self.ranks, -1)
 
         part = torch.zeros(self.end - self.begin, dtype=torch.float32, device=self.device)
         received, own = self._scales(theirs), self.code.size(len(part))

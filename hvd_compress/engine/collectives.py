@@ -32,7 +32,8 @@ class Request:
     otherwise it would renumber the others. The shape under one name should be constant (Horovod's response cache).
     ``then``: what the exchange does with the result, for profiles. ``root``: the rank that receives a sum or sends its
     tensor to all. ``rendezvous``: ranks may be absent or in another call: after a wait that has timed out, the carrier
-    must still work.
+    must still work. ``following``: what will be asked for later, so that the carrier can be ready for the others'
+    messages; its tensor may be filled until then.
     """
 
     verb: Verb
@@ -43,7 +44,7 @@ class Request:
     root: int = 0
     level: Level = "between"
     rendezvous: bool = False
-    following: "Request | None" = None
+    following: tuple["Request", ...] = ()
 
     def wire_bytes(self, ranks: int) -> float:
         """Bytes that one rank sends with the ring algorithm, without transport headers."""
@@ -70,12 +71,12 @@ def allgather(tensor: torch.Tensor, category: Category = "indices", then: Stage 
     return Request("allgather", tensor, category, then=then or _THEN[category])
 
 
-def rendezvous(row: torch.Tensor) -> Request:
+def rendezvous(row: torch.Tensor, following: tuple[Request, ...] = ()) -> Request:
     """An allgather in which ranks find out whether they are in the same call."""
-    return Request("allgather", row, "budget", rendezvous=True, then=_THEN["budget"])
+    return Request("allgather", row, "budget", rendezvous=True, then=_THEN["budget"], following=following)
 
 
-def alltoall(tensor: torch.Tensor, following: Request | None = None) -> Request:
+def alltoall(tensor: torch.Tensor, *following: Request) -> Request:
     """Rank r receives the r-th part of every rank's tensor, in rank order. The length is a multiple of the ranks."""
     return Request("alltoall", tensor, "values", then="reduce", following=following)
 
@@ -86,7 +87,7 @@ def sum_of_parts(request: Request, ranks: int) -> Generator[Request, torch.Tenso
     tensor = request.tensor
     flat = torch.nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % ranks))
     total = replace(request, verb="allgather", tensor=flat.new_zeros(len(flat) // ranks))
-    parts = yield replace(request, verb="alltoall", tensor=flat, then="reduce", following=total)
+    parts = yield replace(request, verb="alltoall", tensor=flat, then="reduce", following=(total,))
     for part in parts.view(ranks, -1):
         total.tensor.add_(part)
     whole = yield total

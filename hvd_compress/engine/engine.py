@@ -109,23 +109,26 @@ class Engine:
 
     # An exchange.
 
-    def begin(self, works: Sequence[Work], number: int, scale: float = 1.0, dense_by_host: bool = False) -> None:
+    def begin(
+        self, works: Sequence[Work], number: int, scale: float = 1.0, *, by_host: bool = False, compared: bool = False
+    ) -> Step:
         """Begins an exchange of the buckets of ``works``. The state of the others is not touched.
 
         Args:
             number: of completed exchanges of these buckets.
             scale: the factor of everything that arrives (a ``GradScaler``'s scale).
-            dense_by_host: the host averages uncompressed gradients itself.
+            by_host: the host averages uncompressed gradients itself.
+            compared: the caller compares the step's digest between the ranks.
         """
         self.compare()
         self._ranks = self.collectives.size
-        self.dense.begin(scale, dense_by_host)
+        self.dense.begin(scale, by_host)
         self.stats.begin_step()
         options = {"method": type(self.method).__name__, **self.method.options()}
         if (text := repr(options)) != self._options:  # one rank may have changed its own between steps
             self._options, self._settings = text, digest(options)
         between = self.nodes.between
-        step = Step(number, between.rank, between.size, scale, self._seed, self._settings)
+        step = Step(number, between.rank, between.size, scale, self._seed, self._settings, compared)
         self._begun = works
         for work in works:
             work.bucket.clear()
@@ -133,6 +136,7 @@ class Engine:
                 work.begin(step)
         # Last: if a method could not begin, there is nothing to undo and the next gradient begins again.
         self._open = True
+        return step
 
     def arrive(self, number: int, grad: Tensor) -> Place | DenseGradient:
         """Takes a tensor of parameter ``number`` that is to be averaged, after ``check_gradient()``. Returns its place

@@ -1,12 +1,14 @@
 """One bucket of one method: its state and its algorithm, as the engine calls them."""
 
 import abc
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from .bucket import Bucket, Piece
+from .collectives import Request
 from .exchange import Exchange
 from .state import Tree
 
@@ -17,7 +19,7 @@ class Step:
 
     ``number``: of completed steps. ``rank``, ``ranks``: this rank, and how many there are. ``scale``: the loss scale of
     the gradients (the ``GradScaler``'s, or 1). ``seed``: of all random numbers. ``settings``: a hash of the method's
-    options.
+    options. ``compared``: whether the clock compares :attr:`digest` between the ranks.
     """
 
     number: int
@@ -26,6 +28,12 @@ class Step:
     scale: float
     seed: int
     settings: int
+    compared: bool = False
+
+    @property
+    def digest(self) -> int:
+        """A hash of what must be the same on all ranks: 32 bits."""
+        return zlib.crc32(repr((self.seed, self.number, self.settings)).encode())
 
     def every(self, interval: int) -> bool:
         """Whether this is the last of every ``interval`` steps; never if that is 0."""
@@ -72,6 +80,10 @@ class Work(abc.ABC):
     def exchange(self) -> Exchange:
         """The algorithm: a generator that yields collectives (:mod:`hvd_compress.engine.collectives`), is sent their
         results, and writes the averages to ``bucket.gradients``."""
+
+    def first_requests(self) -> tuple[Request, ...]:
+        """The requests with which the exchange of the step that has begun will begin, if they are known already."""
+        return ()
 
     def begin(self, step: Step) -> None:
         """See :meth:`Part.begin`."""

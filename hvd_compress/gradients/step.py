@@ -236,6 +236,6 @@ class GradientStep(Clock):
             self._state = _State.IDLE
         self._undo = None
         self._exchanges = self.active
-        engine.begin(engine.works if self._exchanges else (), engine.step, scale, self._averages_dense)
+        engine.begin(engine.works if self._exchanges else (), engine.step, scale, by_host=self._averages_dense)
         self._state = _COLLECTING
         self._guards.begin()

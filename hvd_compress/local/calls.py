@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine.collectives import Handle, rendezvous
+from ..engine.agreement import disagreement
+from ..engine.collectives import Handle, Request, rendezvous
 from ..engine.comparison import COMPARES, Unexpected, ranks_by_value, ranks_text
 from ..engine.engine import Engine
 
@@ -19,8 +20,8 @@ class Row:
     """The message of one rank: 32 bytes.
 
     ``call``: one of :data:`CALLS`. ``must_equal``: what must be the same on all ranks: of step(), the calls since the
-    last exchange. ``number``: of calls of step() so far, for errors. ``extra``: what the caller wants to know of each
-    rank.
+    last exchange, and the digest of the engine's step. ``number``: of calls of step() so far, for errors. ``extra``:
+    what the caller wants to know of each rank.
     """
 
     call: str
@@ -44,11 +45,12 @@ class Calls:
         self._engine, self._own = engine, Row(CALLS[0])
         self._handle: Handle | None = None
 
-    def begin(self, row: Row) -> None:
-        """Sends a row to all ranks, without waiting."""
+    def begin(self, row: Row, following: tuple[Request, ...] = ()) -> None:
+        """Sends a row to all ranks, without waiting. ``following``: what this rank will send next."""
         engine, self._own = self._engine, row
         values = [CALLS.index(row.call), row.must_equal, row.number, row.extra]
-        request = rendezvous(torch.tensor([values], dtype=torch.int64, device=engine.parameters[0].device))
+        tensor = torch.tensor([values], dtype=torch.int64, device=engine.parameters[0].device)
+        request = rendezvous(tensor, following)
         if not row.call.endswith("state_dict()"):  # a training that saves has the statistics of one that does not
             engine.stats.count_request(request, engine.collectives.size, engine.nodes.ranks)
         self._handle = engine.collectives.start(request, f"{engine.exchanges.label}.call")
@@ -105,11 +107,13 @@ class Calls:
         self._handle = None
 
 
-def _differ(rows: list[Row]) -> Different:
+def _differ(rows: list[Row]) -> RuntimeError:
     if {row.call for row in rows} == {"take_weights()"}:
         return Different(
             "the ranks have different weights in take_weights(): load or broadcast the same ones on all ranks before"
         )
+    if len({*map(str, rows)}) == 1:
+        return disagreement()
     who = ", ".join(f"{ranks_text(ranks)} in {call}" for call, ranks in ranks_by_value(map(str, rows)).items())
     return Different(
         f"the ranks are in different calls of LocalSteps, {who}: all ranks must call step() equally often, with the "

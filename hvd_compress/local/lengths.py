@@ -7,12 +7,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..engine.collectives import allgather
 from ..engine.engine import Engine
 from .common_weights import Weight
-
-# Entries that are squared at a time.
-_PART = 2**22
 
 
 class Lengths:
@@ -67,13 +65,9 @@ class Lengths:
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
-    """float64, (). The order of the additions depends on the number of entries only."""
-    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    for part in torch.split(tensor.flatten(), _PART):
-        squares = part.double().square()
-        while len(squares) > 1:
-            half = (len(squares) + 1) // 2
-            squares[: len(squares) - half] += squares[half:]
-            squares = squares[:half]
-        total = total + squares.sum()
-    return total
+    """float64, (): the same on all processors, see :func:`hvd_compress.reference.moments`."""
+    flat = tensor.flatten().float()
+    edges = torch.tensor([0, flat.numel()], dtype=torch.int64, device=flat.device)
+    sums = torch.empty(1, 3, dtype=torch.float64, device=flat.device)
+    ops.moments(flat, edges, sums)
+    return sums[0, 0]

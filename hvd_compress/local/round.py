@@ -119,10 +119,11 @@ class Round:
             turns.take()
             self._left = self._delay
             self._common.stand_in(fragment.weights)
-            engine.begin(fragment.works, rounds)
+            step = engine.begin(fragment.works, rounds, compared=True)
             # Of peers, each may have taken another number of steps.
-            must_equal = age if self._peers is None else engine.step
-            self._calls.begin(Row("step()", must_equal, number, self._gradients.taken()))
+            must_equal = (age if self._peers is None else engine.step) + (step.digest << 28)
+            first = tuple(request for work in fragment.works for request in work.first_requests())
+            self._calls.begin(Row("step()", must_equal, number, self._gradients.taken()), first)
             # With a delay a rank would wait here for the slowest one, and between sites for a trip.
             if self._peers is not None or not (self._delay or engine.nodes.may_differ(engine.parameters[0].device)):
                 self.check()

@@ -1,6 +1,5 @@
 """The base class of methods that send every entry in each step."""
 
-import zlib
 from typing import Any
 
 import torch
@@ -10,7 +9,8 @@ from ..codecs.base import Channel, Codec
 from ..engine.agreement import LIMIT, Agreement
 from ..engine.arguments import NamedParameters, check_flag
 from ..engine.bucket import Bucket
-from ..engine.exchange import Exchange, together
+from ..engine.collectives import Request
+from ..engine.exchange import Exchange, Road, together
 from ..engine.rng import derive
 from ..engine.state import Fixed, Tree
 from ..engine.work import Step, Work
@@ -47,6 +47,10 @@ class EveryEntryWork(Work):
             self._channel = self._codec.channel(len(pieces), step.ranks, step.rank, self.bucket.device)
             self._channel.set_group_sizes([piece.blocks * BLOCK for piece in pieces])
 
+    def first_requests(self) -> tuple[Request, ...]:
+        assert self._channel is not None
+        return self._channel.first_requests()
+
     def accumulate(self) -> None:
         bucket = self.bucket
         ops.accumulate(bucket.gradients, bucket.residual, bucket.table, self._invalid, 1.0 / self.step.scale)
@@ -56,11 +60,11 @@ class EveryEntryWork(Work):
         assert channel is not None
         key = derive(step.seed, step.number, bucket.index)
         values, residual = self._values.copy_(bucket.residual), bucket.residual
-        # No other message shows whether the ranks are in the same step, with the same options.
-        digest = zlib.crc32(repr((key, step.number, step.settings)).encode()) % LIMIT
-        same = self._agreement.compare(torch.full((1,), digest, dtype=torch.int64, device=bucket.device))
-        average = channel.average(values, self._invalid, derive(key, step.rank))
-        _, (mean, error) = yield from together([same, average])
+        roads: list[Road] = [channel.average(values, self._invalid, derive(key, step.rank))]
+        if not step.compared:  # no other message shows whether the ranks are in the same step, with the same options
+            digest = torch.full((1,), step.digest % LIMIT, dtype=torch.int64, device=bucket.device)
+            roads.insert(0, self._agreement.compare(digest))
+        mean, error = (yield from together(roads))[-1]
         self._sent = self._feedback
         # Free on the CPU; a GPU would be synchronised.
         finite = mean.is_cpu and bool(mean.sum().isfinite())
