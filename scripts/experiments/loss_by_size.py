@@ -18,7 +18,6 @@ import json
 import sys
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +31,10 @@ from simulation.training import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "results" / "loss-by-size" / "runs.jsonl"
-tell = partial(print, file=sys.stderr, flush=True)
+
+
+def tell(message: object) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 class Estimates:

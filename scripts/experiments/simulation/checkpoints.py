@@ -62,7 +62,7 @@ class Probe:
     """
 
     def __init__(self, steps: int, device: torch.device) -> None:
-        self._begin, self._end, self._device = min(2, steps // 2), min(12, steps - 1), device
+        self._begin, self._end, self._device = min(2, (steps - 1) // 2), min(12, steps - 1), device
         self._start, self.ready, self.step = time.monotonic(), 0.0, 0.0
 
     def resume(self, device: torch.device) -> None:
