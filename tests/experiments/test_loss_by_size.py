@@ -192,7 +192,7 @@ def test_a_probe_says_what_all_runs_take(called, tmp_path):
 def test_runs_of_another_text_are_refused(called, tmp_path):
     line = {"setting": asdict(Setting(task="gpt-0.3m-20")), "bits_per_byte": 1.0, "text": "other"}
     (tmp_path / "runs.jsonl").write_text(json.dumps(line) + "\n")
-    with pytest.raises(ValueError, match="has runs of .'other'.: pass another --results"):
+    with pytest.raises(ValueError, match="pass another --results"):
         called("--train")
 
 
