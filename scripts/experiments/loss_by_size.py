@@ -69,6 +69,8 @@ def train(args: argparse.Namespace, deadline: float) -> None:
         missing = [left for batch in group if (left := [s for s in batch if s not in runs])]
         if not missing:
             continue
+        if time.monotonic() > deadline:
+            return tell("no time is left for the other sizes")
         kept = {batch[0]: checkpoint(batch, text, args.checkpoints, deadline) for batch in missing}
         needed = 0.0
         for batch in missing:

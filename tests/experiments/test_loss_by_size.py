@@ -176,9 +176,13 @@ def test_sizes_are_trained_once_and_shown(called, tmp_path):
 
 def test_what_does_not_fit_is_skipped_and_what_was_cut_goes_on(called, tmp_path, monkeypatch):
     file, only = tmp_path / "runs.jsonl", ("--tasks", "gpt-0.3m-20")
-    assert "skipped, needs" in called("--train", "--most-seconds", "0.01", *only).err and not file.exists()
-    monkeypatch.setattr(loss_by_size.Estimates, "seconds", lambda *_: -1e9)  # each fits, and time is up
-    assert "cut before step 0" in called("--train", "--most-seconds", "0", *only).err and not file.exists()
+    assert "no time is left" in called("--train", "--most-seconds", "0", *only).err and not file.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(loss_by_size.Estimates, "seconds", lambda *_: 1000.0)
+        assert "skipped, needs 3000 s" in called("--train", "--most-seconds", "2000", *only).err and not file.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(loss_by_size, "Checkpoint", lambda path, key, _: CutAt(path, key, 3))
+        assert "cut before step 3" in called("--train", *only).err and not file.exists()
     assert len(list((tmp_path / "kept").glob("*.pt"))) == 1
     called("--train", *only)
     assert len(file.read_text().splitlines()) == 9 and not list((tmp_path / "kept").glob("*"))

@@ -164,7 +164,8 @@ def read_sources(roots: Iterable[Path]) -> Sources:
     files = {}
     for root in dict.fromkeys(root.resolve() for root in roots):
         for name in source_files(root, {"site-packages", "dist-packages"}):
-            files.setdefault(name, root / name)
+            if (root / name).is_file():  # no broken link
+                files.setdefault(name, root / name)
     parts, listing, seen = {True: bytearray(), False: bytearray()}, [], set()
     for name in sorted(files):
         content = files[name].read_bytes()
