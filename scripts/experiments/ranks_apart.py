@@ -49,11 +49,11 @@ def read(file: Path) -> Runs:
     return {(s := Setting(**line["setting"])): line[TASKS[s.task].metric] for line in lines}
 
 
-def store(file: Path, setting: Setting, loss: float) -> None:
-    """Appends a line; processes may write to one file."""
+def store(file: Path, setting: Setting, loss: float, **facts: str | float) -> None:
+    """Appends a line, with facts of the machine; processes may write to one file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as opened:
-        opened.write(json.dumps({"setting": asdict(setting), TASKS[setting.task].metric: loss}) + "\n")
+        opened.write(json.dumps({"setting": asdict(setting), TASKS[setting.task].metric: loss, **facts}) + "\n")
 
 
 def train(batches: list[list[Setting]], args: argparse.Namespace) -> None:

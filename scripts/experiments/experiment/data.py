@@ -13,6 +13,7 @@ DATASETS = {
     "synthetic": "images",
     "text": "text",
     "shakespeare": "text",
+    "installed": "text",
     "text-tags": "tagged text",
 }
 
@@ -22,6 +23,8 @@ def load(name: str, folder: Path | None = None, context: int = 64) -> Any:
     """``folder`` is for cifar10 and shakespeare, ``context``, the bytes that a model reads, for text."""
     if name == "text":
         return text.standard_library(context)
+    if name == "installed":
+        return text.installed_sources(context)
     if name == "shakespeare":
         if folder is None:
             raise ValueError(f"--data shakespeare needs --data-dir, the folder that holds {text.SHAKESPEARE}")

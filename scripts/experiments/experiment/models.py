@@ -122,6 +122,9 @@ MODELS: dict[str, Model] = {
     "nanogpt": Model(partial(GPT, width=128, layers=4, heads=4), reads="text"),  # 0.83 M, as its README on a CPU
     "gpt-124m": Model(lambda _, context: GPT(50304, context, 768, 12, 12), reads="text"),  # GPT-2's shapes
     "gpt-1m": Model(partial(GPT, width=160, layers=3, heads=4), reads="text"),  # 0.97 M
+    "gpt-2m": Model(partial(GPT, width=256, layers=3, heads=4), reads="text"),  # 2.5 M
+    "gpt-5m": Model(partial(GPT, width=384, layers=3, heads=4), reads="text"),  # 5.5 M
+    "gpt-10m": Model(partial(GPT, width=512, layers=3, heads=4), reads="text"),  # 9.7 M
 }
 
 

@@ -1,9 +1,12 @@
-"""Text as bytes: the source files of Python's standard library, which every machine has, or Shakespeare's plays."""
+"""Text as bytes: the source files of Python's standard library, which every machine has, those of all installed
+packages, or Shakespeare's plays."""
 
+import functools
 import hashlib
 import os
+import site
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +19,8 @@ from experiment.seeds import generator
 
 #: Folders that are left out: installed packages, tests, and tables of characters and of help texts.
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+#: The installed packages have their tests and tables, too, up to this length of a file: longer ones are generated.
+LONGEST_FILE = 1 << 20
 #: All plays in one file, as published with char-rnn and used by nanoGPT.
 SHAKESPEARE = "tinyshakespeare.txt"
 #: The standard library of one Python, as :func:`store_library` writes it.
@@ -116,11 +121,70 @@ def shakespeare(folder: Path, context: int) -> Text:
     return Text(train, held_out, context)
 
 
-def source_files(root: Path) -> list[str]:
-    """Paths below ``root``, sorted."""
+@dataclass(frozen=True)
+class Sources:
+    """The source files of the installed packages and of the standard library.
+
+    Args:
+        listing: a line of each file: name below its root, bytes, SHA-256, "train" or "held out"; sorted by name, each
+            content once.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    listing: list[str]
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the listing, shortened."""
+        return hashlib.sha256("\n".join(self.listing).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.listing)} files, {len(self.train):,} bytes to train on, {len(self.held_out):,} held out,"
+            f" list {self.checksum}"
+        )
+
+
+def installed_sources(context: int) -> Text:
+    """The Python sources on this machine, of :func:`sources`: hundreds of millions of bytes beside a PyTorch."""
+    found = sources()
+    return Text(found.train, found.held_out, context)
+
+
+@functools.cache
+def sources() -> Sources:
+    """The running Python's own. A tenth of the files is held out, chosen by a hash of their names."""
+    folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")] + site.getsitepackages()
+    return read_sources([Path(sysconfig.get_path("stdlib")), *map(Path, folders)])
+
+
+def read_sources(roots: Iterable[Path]) -> Sources:
+    """All sources below the roots; packages within the standard library's folder only if they are a root."""
+    files = {}
+    for root in dict.fromkeys(root.resolve() for root in roots):
+        for name in source_files(root, {"site-packages", "dist-packages"}):
+            if (root / name).is_file():  # no broken link
+                files.setdefault(name, root / name)
+    parts, listing, seen = {True: bytearray(), False: bytearray()}, [], set()
+    for name in sorted(files):
+        content = files[name].read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        # A file that is there twice must not be on both sides.
+        if len(content) > LONGEST_FILE or digest in seen:
+            continue
+        seen.add(digest)
+        parts[is_held_out(name)] += content
+        listing.append(f"{name} {len(content)} {digest} {'held out' if is_held_out(name) else 'train'}")
+    train, held_out = (torch.from_numpy(np.frombuffer(parts[key], np.uint8)) for key in (False, True))
+    return Sources(train, held_out, listing)
+
+
+def source_files(root: Path, excluded: Collection[str] = EXCLUDED) -> list[str]:
+    """Paths below ``root``, sorted; without the excluded folders."""
     found = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in EXCLUDED]
+        folders[:] = [name for name in folders if name not in excluded]
         found += [(Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
     return sorted(found)
 

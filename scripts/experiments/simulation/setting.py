@@ -1,6 +1,6 @@
 """What a simulated run trains, and how."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -65,6 +65,8 @@ class Task:
         others: what moves the other parameters beside Muon, ``"sign"`` of the momentum or ``"adamw"``.
         betas: of AdamW.
         clip: the greatest norm of a rank's gradient, or None.
+        context: tokens of a window.
+        bfloat16: gradients by ``torch.autocast`` to bfloat16; the loss at the end is in float32.
     """
 
     model: str
@@ -81,20 +83,22 @@ class Task:
     others: str
     betas: tuple[float, float]
     clip: float | None
+    context: int = CONTEXT
+    bfloat16: bool = False
 
     def rate(self, step: int, peak: float) -> float:
         rate = learning_rate(step, peak, self.warm_up, self.steps)
         return rate if step < self.warm_up else self.final * peak + (1 - self.final) * rate
 
     def build(self) -> nn.Module:
-        return models.build(self.model, self.vocabulary, CONTEXT)
+        return models.build(self.model, self.vocabulary, self.context)
 
     def text(self, folder: Path | None) -> Text:
         """``folder`` holds :data:`experiment.text.SHAKESPEARE` or :data:`experiment.text.STORED_LIBRARY`; without it,
         the standard library is the running Python's."""
         if self.data == "text" and folder is not None:
-            return stored_library(folder, CONTEXT)
-        text: Text = data.load(self.data, folder, CONTEXT)
+            return stored_library(folder, self.context)
+        text: Text = data.load(self.data, folder, self.context)
         return characters(text, self.vocabulary) if self.vocabulary < 256 else text
 
 
@@ -120,3 +124,25 @@ TASKS = {
         final=0.1, decay=0.1, norms_decay=False, muon=0.2, others="adamw", betas=(0.9, 0.99), clip=1.0,
     ),
 }  # fmt: skip
+
+
+def of_size(model: str, windows: int, steps: int) -> Task:
+    """The GPT of docs/choosing.md wider, on the sources of all installed packages, in windows of 256 bytes.
+
+    Args:
+        steps: 20 tokens a parameter: 20 * parameters / (256 * windows). Larger models have more windows, so that steps
+            are 1,200 to 3,000.
+    """
+    wider = replace(TASKS["gpt"], model=model, data="installed", windows=windows, steps=steps)
+    return replace(wider, context=256, bfloat16=True)
+
+
+#: By number of parameters.
+SIZES = {
+    "gpt-0.3m-20": of_size("gpt", 16, 1322),
+    "gpt-1m-20": of_size("gpt-1m", 64, 1226),
+    "gpt-2m-20": of_size("gpt-2m", 128, 1521),
+    "gpt-5m-20": of_size("gpt-5m", 256, 1681),
+    "gpt-10m-20": of_size("gpt-10m", 256, 2961),
+}
+TASKS |= SIZES

@@ -12,30 +12,41 @@ from torch import Tensor
 
 from simulation import optimizers
 from simulation.averages import Average, Lengths
+from simulation.checkpoints import Watch
 from simulation.setting import TASKS, Setting, Task
 from simulation.weights import Layout, gradients, losses
 
 
-def simulate(settings: Sequence[Setting], device: torch.device, folder: Path | None = None) -> list[float]:
+def simulate(
+    settings: Sequence[Setting], device: torch.device, folder: Path | None = None, watch: Watch | None = None
+) -> list[float]:
     """The loss of the mean weights at the end, of each run, in the task's metric.
 
     Args:
         settings: differ only in learning rate and seed, or ``ValueError``.
         folder: see :meth:`Task.text`.
+        watch: may end the training early by an exception, and resumes it.
     """
     first = settings[0]
     if different := [s for s in settings if replace(s, rate=first.rate, seed=first.seed) != first]:
         raise ValueError(f"settings may differ in rate and seed only, got {first} and {different[0]}")
     task = TASKS[first.task]
-    text = task.text(folder)
+    text = task.text(folder).to(device)
     common, layout = initial_weights(task, settings, device)
-    train(task, settings, layout, common, batches(text, task, settings, device))
+    train(task, settings, layout, common, batches(text, task, settings, device), watch)
     tested = [windows(batch).to(device).long() for batch in text.test_batches(256, 0, 1)]
     unit = math.log(2) if task.metric == "bits_per_byte" else 1
     return [loss / unit for loss in losses(layout, common, tested).tolist()]
 
 
-def train(task: Task, settings: Sequence[Setting], layout: Layout, common: Tensor, tokens: Tensor) -> None:
+def train(
+    task: Task,
+    settings: Sequence[Setting],
+    layout: Layout,
+    common: Tensor,
+    tokens: Tensor,
+    watch: Watch | None = None,
+) -> None:
     """Moves the common weights, (runs, size), in place. No step waits for a GPU.
 
     Args:
@@ -53,8 +64,15 @@ def train(task: Task, settings: Sequence[Setting], layout: Layout, common: Tenso
     decay = decays(task, layout, device)
     rates = torch.tensor([[task.rate(step, s.rate) for s in settings] for step in range(task.steps)], device=device)
     last, velocity = exchanges(task, first), torch.zeros_like(common)
-    for step in range(task.steps):
-        gradient = gradients(layout, weights.flatten(0, 1), tokens[step].flatten(0, 1)).view_as(weights)
+    begin = 0
+    if watch is not None and (kept := watch.resume(device)):
+        begin, (weights, before, velocity, optimizer, progress, shared) = kept
+        common.copy_(before)
+    for step in range(begin, task.steps):
+        if watch is not None:
+            watch.before(step, (weights, common, velocity, optimizer, progress, shared))
+        per_rank = weights.flatten(0, 1)
+        gradient = gradients(layout, per_rank, tokens[step].flatten(0, 1), task.bfloat16).view_as(weights)
         if task.clip is not None:  # before the gradients of the others are averaged: ranks move these alike
             gradient *= (task.clip / (gradient.norm(dim=-1, keepdim=True) + 1e-6)).clamp(max=1)
         if shared is not None:

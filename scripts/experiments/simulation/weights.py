@@ -1,6 +1,7 @@
 """The weights of many models of one kind in one tensor, and the gradients of all of them at once."""
 
 import math
+from contextlib import nullcontext
 from itertools import accumulate, groupby
 
 import torch
@@ -99,12 +100,13 @@ def forward(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     return linear(norm(x, "norm.weight"), "words.weight")
 
 
-def gradients(layout: Layout, flat: Tensor, tokens: Tensor) -> Tensor:
+def gradients(layout: Layout, flat: Tensor, tokens: Tensor, bfloat16: bool = False) -> Tensor:
     """Of each rank's own mean loss: (ranks, size). ``tokens``: int64 (ranks, n, length + 1)."""
     leaf = flat.detach().requires_grad_()
-    logits = forward(layout.parameters(leaf), tokens[..., :-1]).flatten(0, 2)
-    # The mean is over all ranks, of which each counts for itself.
-    loss = F.cross_entropy(logits, tokens[..., 1:].flatten()) * len(tokens)
+    with torch.autocast(flat.device.type, torch.bfloat16) if bfloat16 else nullcontext():
+        logits = forward(layout.parameters(leaf), tokens[..., :-1]).flatten(0, 2)
+        # The mean is over all ranks, of which each counts for itself.
+        loss = F.cross_entropy(logits, tokens[..., 1:].flatten()) * len(tokens)
     return torch.autograd.grad(loss, leaf)[0]
 
 
