@@ -91,8 +91,11 @@ def main() -> None:
     stored = read(args.results)
     together = args.together or (192 if args.device == "cuda" else 1)
     chosen = [name for name in TABLES if name in args.tables]
-    # Shares are of all runs: those of processes that begin later are the same.
-    shared = batched([setting for name in chosen for setting in TABLES[name].settings], together)
+    # Shares are of all runs: those of processes that begin later are the same. A table's runs come before the next's.
+    shared, planned = [], set[Setting]()
+    for name in chosen:
+        shared += batched([setting for setting in TABLES[name].settings if setting not in planned], together)
+        planned.update(TABLES[name].settings)
     index, count = args.share
     batches = [missing for batch in shared[index::count] if (missing := [s for s in batch if s not in stored])]
     if args.plan:

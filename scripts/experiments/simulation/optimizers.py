@@ -23,8 +23,20 @@ class Sign:
     def __init__(self, like: Tensor) -> None:
         self._velocity = torch.zeros_like(like)
 
-    def update(self, gradient: Tensor) -> Tensor:
-        return nesterov(self._velocity, gradient).sign_()
+    def update(self, gradient: Tensor, steps: int = 1) -> Tensor:
+        """``steps``: that one step stands for, all by this gradient g. With b = momentum ** steps and
+        c = (1 - b) / (1 - momentum), v = b v + c g, as after that many steps, and the update is sign(c g + b v)."""
+        momentum = MOMENTUM**steps
+        gradient = gradient * ((1 - momentum) / (1 - MOMENTUM)) if steps > 1 else gradient
+        return nesterov(self._velocity, gradient, momentum).sign_()
+
+    def predicted(self) -> Tensor:
+        """The gradient that keeps the momentum as it is: (1 - momentum) v."""
+        return self._velocity * (1 - MOMENTUM)
+
+    def load(self, common: "Sign") -> None:
+        """Takes the state, (runs, entries), on each rank."""
+        self._velocity.copy_(common._velocity[:, None])
 
 
 class Muon:
@@ -56,12 +68,25 @@ class AdamW:
     def __init__(self, like: Tensor, betas: tuple[float, float]) -> None:
         self._mean, self._square, self._betas, self._steps = torch.zeros_like(like), torch.zeros_like(like), betas, 0
 
-    def update(self, gradient: Tensor) -> Tensor:
-        self._steps += 1
+    def update(self, gradient: Tensor, steps: int = 1) -> Tensor:
+        """``steps``: that one step stands for, all by this gradient: both betas are raised to this power, and the
+        corrections of the moments are those after so many steps more."""
+        self._steps += steps
         first, second = (1 - beta**self._steps for beta in self._betas)
-        self._mean.lerp_(gradient, 1 - self._betas[0])
-        self._square.mul_(self._betas[1]).addcmul_(gradient, gradient, value=1 - self._betas[1])
+        beta1, beta2 = (beta**steps for beta in self._betas)
+        self._mean.lerp_(gradient, 1 - beta1)
+        self._square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         return self._mean / self._square.sqrt().div_(second**0.5).add_(1e-8).mul_(first)
+
+    def predicted(self) -> Tensor:
+        """The first moment, corrected; 0 before the first step."""
+        return self._mean / (1 - self._betas[0] ** self._steps) if self._steps else self._mean.clone()
+
+    def load(self, common: "AdamW") -> None:
+        """Takes the state, (runs, entries), on each rank."""
+        self._mean.copy_(common._mean[:, None])
+        self._square.copy_(common._square[:, None])
+        self._steps = common._steps
 
 
 class Parts:
@@ -75,20 +100,26 @@ class Parts:
         return torch.cat([self._before.update(before), self._after.update(after)], -1)
 
 
-def build(kind: str, task: Task, layout: Layout, like: Tensor) -> Optimizer:
-    """``kind``: of a :class:`Setting`; ``like``: the weights. ``ValueError`` for another kind."""
+def build(kind: str, task: Task, layout: Layout, like: Tensor, before: Optimizer | None = None) -> Optimizer:
+    """``kind``: of a :class:`Setting`; ``like``: the weights; ``before``: of all but the hidden matrices, if not the
+    task's. ``ValueError`` for another kind."""
     if kind == "adamw":
         return AdamW(like, task.betas)
     if kind != "muon":
         raise ValueError(f"optimizer must be 'muon' or 'adamw', got {kind!r}")
-    others = like[..., : layout.matrices].contiguous()
-    before = Sign(others) if task.others == "sign" else AdamW(others, task.betas)
+    before = before or others(task, like[..., : layout.matrices])
     return Parts(layout.matrices, before, Muon(like[..., layout.matrices :].contiguous(), layout, task.muon))
 
 
-def nesterov(velocity: Tensor, gradient: Tensor) -> Tensor:
-    velocity.mul_(MOMENTUM).add_(gradient)
-    return gradient.add(velocity, alpha=MOMENTUM)
+def others(task: Task, like: Tensor) -> Sign | AdamW:
+    """Of all but the hidden matrices."""
+    like = like.contiguous()
+    return Sign(like) if task.others == "sign" else AdamW(like, task.betas)
+
+
+def nesterov(velocity: Tensor, gradient: Tensor, momentum: float = MOMENTUM) -> Tensor:
+    velocity.mul_(momentum).add_(gradient)
+    return gradient.add(velocity, alpha=momentum)
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

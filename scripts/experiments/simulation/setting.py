@@ -33,6 +33,14 @@ class Setting:
         restore_length, outer_rate, outer_momentum: as of :class:`hvd_compress.LocalSteps`, whose ``outer_lr`` the
             second is.
         windows: of a step, of all ranks together; None: the task's.
+        averages: None, or how the weights and the optimizer's state of all but the hidden matrices, common to all
+            ranks, move by the average of the gradients that the ranks summed since the last exchange, see
+            :mod:`simulation.common`: ``"once"`` or ``"replay"``.
+        own: with ``averages``, what these weights do between exchanges, on each rank. None: nothing; or steps that are
+            dropped at the exchange: by the rank's own gradient with this weight, the rest by that which the momentum
+            predicts. 1: local steps; 0: all ranks move alike.
+
+    ``ValueError`` for other averages and for those that do not go together with the rest.
     """
 
     ranks: int = 16
@@ -49,6 +57,16 @@ class Setting:
     outer_rate: float = 1.0
     outer_momentum: float = 0.0
     finer: int = 0
+    averages: str | None = None
+    own: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.averages not in (None, "once", "replay"):
+            raise ValueError(f"averages must be None, 'once' or 'replay', got {self.averages!r}")
+        if self.averages is None and self.own is not None:
+            raise ValueError(f"own={self.own} needs averages")
+        if self.averages is not None and (self.others is not None or self.optimizer != "muon"):
+            raise ValueError(f"averages need optimizer 'muon' and others=None: {self}")
 
 
 @dataclass(frozen=True)
@@ -124,6 +142,8 @@ TASKS = {
         final=0.1, decay=0.1, norms_decay=False, muon=0.2, others="adamw", betas=(0.9, 0.99), clip=1.0,
     ),
 }  # fmt: skip
+#: The GPT as most users of Muon train it.
+TASKS["gpt-adamw"] = replace(TASKS["gpt"], others="adamw")
 
 
 def of_size(model: str, windows: int, steps: int) -> Task:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from experiment import models
 
@@ -242,6 +243,98 @@ def learners_rows(runs: Runs) -> list[Row]:
     return lines
 
 
+#: Trainings in which the others move by averages of summed gradients, and their learning rates.
+AVERAGED = {
+    "gpt, 16 ranks": (Setting(16), RATES),
+    "gpt, 4 ranks": (Setting(4), RATES),
+    "gpt, 32 ranks": (Setting(32), RATES),
+    "nanogpt, 16 ranks": (Setting(16, task="nanogpt", windows=16), NANOGPT_RATES[1:]),
+    "nanogpt, 4 ranks": (Setting(4, task="nanogpt"), NANOGPT_RATES),
+    "gpt-adamw, 16 ranks": (Setting(16, task="gpt-adamw"), RATES),
+    "gpt-adamw, 4 ranks": (Setting(4, task="gpt-adamw"), RATES),
+}
+AVERAGED_DENSE_RATES = {"gpt": (1.5e-3, *DENSE_RATES), "nanogpt": NANOGPT_RATES, "gpt-adamw": (1.5e-3, *DENSE_RATES)}
+
+
+def averaged(form: str, power: float | None = None, **others: Any) -> Callable[[Setting], Setting]:
+    """Of a training: with averages of this form and ``own`` its ranks to this power; None: nothing in between."""
+    return lambda t: replace(t, averages=form, own=None if power is None else t.ranks**power, **others)
+
+
+#: What the others do, of a training; the most important first.
+FORMS: dict[str, Callable[[Setting], Setting]] = {
+    "once": averaged("once"),
+    "replay, own": averaged("replay", 0),
+    "replay, blend": averaged("replay", -0.5),
+    "once, length restored": averaged("once", restore_length=True),
+    "replay, blend, length restored": averaged("replay", -0.5, restore_length=True),
+    "local": lambda t: t,
+    "once, blend": averaged("once", -0.5),
+    "local, length restored": lambda t: replace(t, restore_length=True),
+    "replay, 1/ranks": averaged("replay", -1),
+    "replay, nothing": averaged("replay"),
+}
+FIRST, MORE = [*FORMS][:7], [*FORMS][7:]
+#: Those of which there are three seeds.
+SEEDED = ("once", "replay, own", "replay, blend", "local")
+PERIODS, PERIOD_FORMS = (2, 8, 5), ("once", "replay, own", "replay, blend", "local")
+
+
+def averages_settings(seeds: Sequence[int], forms: Sequence[str]) -> list[Setting]:
+    """The most important first; dense runs after the first form."""
+    found = []
+    for form in forms:
+        for training, rates in AVERAGED.values():
+            found += repeated(FORMS[form](training), rates, seeds)
+        if form == forms[0]:
+            for training, _ in AVERAGED.values():
+                found += repeated(dense(training), AVERAGED_DENSE_RATES[training.task], seeds)
+    if len(seeds) > 1:
+        found.sort(key=lambda s: s.task == "nanogpt")  # takes longest
+    return list(dict.fromkeys(found))
+
+
+def averages_rows(runs: Runs, seeds: Sequence[int], forms: Sequence[str]) -> list[Row]:
+    """Each at its best learning rate, over dense training at its own best: the mean of the seeds ± half of their
+    range. ``at dense's rate``: both at the best rate of dense training of those that the form has."""
+    lines = []
+    for name, (training, rates) in AVERAGED.items():
+        dense_best = best(runs, dense(training), AVERAGED_DENSE_RATES[training.task], seeds)
+        usual = best(runs, dense(training), [r for r in rates if r in AVERAGED_DENSE_RATES[training.task]], seeds)
+        for form in forms:
+            value = best(runs, FORMS[form](training), rates, seeds)
+            there = at(runs, FORMS[form](training), usual.rate, seeds) if usual else None
+            line = {"training": name, "others": form}
+            line["learning rate"] = "-" if value is None else f"{value.rate:g}"
+            line["loss"] = "-" if value is None else f"{value.mean:.3f} ± {value.half_range:.3f}"
+            line["over dense"] = over(value, dense_best)
+            line["at dense's rate"] = over(there, usual)
+            lines.append(line)
+    return lines
+
+
+def periods_settings() -> list[Setting]:
+    return [run for period, form in product(PERIODS, PERIOD_FORMS) for run in _of_period(period, form)]
+
+
+def _of_period(period: int, form: str) -> list[Setting]:
+    trainings = (AVERAGED[name] for name in ("gpt, 16 ranks", "gpt, 4 ranks"))
+    return [s for t, rates in trainings for s in repeated(replace(FORMS[form](t), period=period), rates, (0,))]
+
+
+def periods_rows(runs: Runs) -> list[Row]:
+    """With seed 0, the loss of each at its best learning rate, which follows in brackets."""
+    lines = []
+    for name, form in product(("gpt, 16 ranks", "gpt, 4 ranks"), PERIOD_FORMS):
+        training, rates = AVERAGED[name]
+        line = {"training": name, "others": form}
+        for period in PERIODS:
+            value = best(runs, replace(FORMS[form](training), period=period), rates, (0,))
+            line[f"period {period}"] = "-" if value is None else f"{value.mean:.3f} ({value.rate:g})"
+        lines.append(line)
+    return lines
+
+
 @dataclass(frozen=True)
 class Table:
     settings: Sequence[Setting]
@@ -259,6 +352,10 @@ TABLES = {
         [run for s, n in product(LEARNERS.values(), COUNTS) for run in repeated(learners(s, n), LEARNER_RATES, (0,))],
         learners_rows,
     ),
+    "averages": Table(averages_settings((0,), FIRST), lambda runs: averages_rows(runs, (0,), FIRST)),
+    "averages-seeds": Table(averages_settings(SEEDS, SEEDED), lambda runs: averages_rows(runs, SEEDS, SEEDED)),
+    "averages-more": Table(averages_settings((0,), MORE), lambda runs: averages_rows(runs, (0,), MORE)),
+    "averages-periods": Table(periods_settings(), periods_rows),
 }
 
 
@@ -288,6 +385,9 @@ def title(setting: Setting) -> str:
     local += ", length restored" * setting.restore_length
     if setting.outer_momentum:
         local += f", outer rate {setting.outer_rate:g} and momentum {setting.outer_momentum:g}"
+    if setting.averages:
+        own = "stand still" if setting.own is None else f"move by own gradients x {setting.own:g}"
+        return f"matrices {local}; summed gradients of the others, which {own} meanwhile: {setting.averages}"
     if setting.others is None:
         return f"weights {local}"
     return f"matrices {local}; gradients of the others in {values(setting.others, setting.finer)}"

@@ -13,6 +13,7 @@ from torch import Tensor
 from simulation import optimizers
 from simulation.averages import Average, Lengths
 from simulation.checkpoints import Watch
+from simulation.common import Common
 from simulation.setting import TASKS, Setting, Task
 from simulation.weights import Layout, gradients, losses
 
@@ -54,23 +55,26 @@ def train(
     """
     first, device = settings[0], common.device
     weights = common[:, None].repeat(1, first.ranks, 1)
-    optimizer = optimizers.build(first.optimizer, task, layout, weights)
+    others = weights[..., : layout.matrices]
+    averaged = Common(first, task, others) if first.averages else None
+    optimizer = optimizers.build(first.optimizer, task, layout, weights, averaged)
     # What all ranks have in common already is not rounded again.
     start = layout.compressed if first.others is None else layout.matrices
     progress = Average(weights, layout, start, first.bits, first.finer)
-    others = weights[..., : layout.matrices]
     shared = None if first.others is None else Average(others, layout, layout.compressed, first.others, first.finer)
     lengths = Lengths(layout, device) if first.restore_length else None
     decay = decays(task, layout, device)
     rates = torch.tensor([[task.rate(step, s.rate) for s in settings] for step in range(task.steps)], device=device)
-    last, velocity = exchanges(task, first), torch.zeros_like(common)
-    begin = 0
+    local_decay = decay.clone()
+    if first.averages and first.own is None:
+        local_decay[: layout.matrices] = 0
+    last, velocity, begin, done = exchanges(task, first), torch.zeros_like(common), 0, 0
     if watch is not None and (kept := watch.resume(device)):
-        begin, (weights, before, velocity, optimizer, progress, shared) = kept
+        done, (weights, before, velocity, optimizer, averaged, progress, shared, begin) = kept
         common.copy_(before)
-    for step in range(begin, task.steps):
+    for step in range(done, task.steps):
         if watch is not None:
-            watch.before(step, (weights, common, velocity, optimizer, progress, shared))
+            watch.before(step, (weights, common, velocity, optimizer, averaged, progress, shared, begin))
         per_rank = weights.flatten(0, 1)
         gradient = gradients(layout, per_rank, tokens[step].flatten(0, 1), task.bfloat16).view_as(weights)
         if task.clip is not None:  # before the gradients of the others are averaged: ranks move these alike
@@ -78,13 +82,24 @@ def train(
         if shared is not None:
             gradient[..., : layout.matrices] = shared.mean(gradient[..., : layout.matrices])[:, None]
         rate = rates[step, :, None, None]
-        weights.mul_(1 - rate * decay).addcmul_(rate, optimizer.update(gradient), value=-1)
+        weights.mul_(1 - rate * local_decay).addcmul_(rate, optimizer.update(gradient), value=-1)
         if step not in last:
             continue
         differences = weights - common[:, None]
+        if averaged is not None:  # in their place, of the same message
+            differences[..., : layout.matrices] = averaged.sums
         mean = progress.mean(differences)
         if lengths is not None:
-            mean *= lengths.factors(differences, mean)
+            factors = lengths.factors(differences, mean)
+            if averaged is not None:  # gradients are no progress
+                factors[:, : layout.matrices] = 1
+            mean *= factors
+        if averaged is not None:
+            gradients_of_others = mean[:, : layout.matrices].clone()
+            mean[:, : layout.matrices] = 0
+            period = slice(begin, step + 1)
+            averaged.step(common[:, : layout.matrices], gradients_of_others, rates[period], decay[: layout.matrices])
+        begin = step + 1
         move(common, velocity, mean, first.outer_rate, first.outer_momentum)
         weights.copy_(common[:, None].expand_as(weights))
 
