@@ -23,12 +23,15 @@ def loopback(ranks: int, launcher: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def up(hosts: int, rate: str, launcher: str, per_host: int = 1) -> Iterator[tuple[str, ...]]:
+def up(hosts: int, rate: str, launcher: str, per_host: int = 1, delay: str | None = None) -> Iterator[tuple[str, ...]]:
     """The command that starts ``per_host`` ranks on each of so many hosts; afterwards the hosts are removed, with
-    everything that still runs there. A lab is named by its process, so that several can exist at once."""
+    everything that still runs there. A lab is named by its process, so that several can exist at once. ``delay``: of
+    the links, one way, as 25ms."""
     netlab = ("bash", str(SCRIPTS / "lab" / "netlab.sh"), "--lab", f"b{os.getpid()}")
     try:
-        done = subprocess.run([*netlab, "up", str(hosts), rate], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*netlab, "up", str(hosts), rate, *filter(None, [delay])], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise NoLab(f"no network namespaces here (they need root and iproute2): {done.stderr.strip()[-300:]}")
         yield *netlab, "run", *LAUNCHERS[launcher], f"{hosts}x{per_host}"
