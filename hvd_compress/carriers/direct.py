@@ -36,6 +36,9 @@ class Direct:
         self._begun = 0
         #: Those that are sent and have not ended, in the order of their starts; those whose receives are posted.
         self.sent, self.awaited = list[DirectHandle](), dict[Request, DirectHandle]()
+        #: Those that were sent before the last rendezvous: some ranks may never start them, so nobody waits for them
+        #: but their own result().
+        self.before = set[DirectHandle]()
         #: Threads wait one after another: two that wait for one message would count it twice.
         self.lock = threading.RLock()
 
@@ -51,6 +54,8 @@ class Direct:
         started before."""
         with self.lock:
             self._begun = (self._begun // _APART + 1) * _APART
+            self.before.update(self.sent)
+            self.sent.clear()
             for request in following:
                 self._await(request)
 
@@ -77,8 +82,9 @@ class Direct:
             self._await(following)
 
     def ended(self, handle: "DirectHandle") -> None:
-        """Forgets a collective that has ended, and those before it, which were dropped. Each rank has started these,
-        so their messages are on their way."""
+        """Forgets a collective that has ended, and those since the last rendezvous that come before it, which were
+        dropped. Each rank has started these, so their messages are on their way."""
+        self.before.discard(handle)
         while handle in self.sent:
             with suppress(RuntimeError):  # its own result() raises it again
                 self.sent[0].wait()

@@ -1,5 +1,6 @@
 """Ranks of tests/carriers/test_direct.py: each case is a function, run by tests/forked.py."""
 
+import math
 import os
 import sys
 import time
@@ -12,7 +13,7 @@ from torch import distributed
 
 from hvd_compress.carriers import direct
 from hvd_compress.carriers.torch_collectives import TorchCollectives
-from hvd_compress.engine.collectives import allgather, allreduce, alltoall, rendezvous
+from hvd_compress.engine.collectives import allgather, allreduce, alltoall, rendezvous, sum_of_parts
 
 DTYPES = [torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.int64, torch.complex64]
 
@@ -106,6 +107,61 @@ def test_late_ranks(world):
             handle.result(timeout=0.1)
     assert handle.result().tolist() == [*range(world.size)]
     check(world, partial(world.start, name="x"))()
+
+
+def test_answers(world):
+    """Of collectives whose answers' receives are posted with them, and with a rendezvous before."""
+    rank, size = world.rank, world.size
+    for late in (False, True):
+        answers = [allgather(torch.zeros(5), "values") for _ in range(3)]
+        sent = [alltoall(torch.full((size,), 10.0 * rank + i), answer) for i, answer in enumerate(answers)]
+        if late:
+            row = world.start(rendezvous(torch.tensor([rank]), tuple(sent)), "row")
+        parts = [world.start(request, "x") for request in sent]
+        if late:
+            assert row.result().tolist() == [*range(size)]
+        for i, (handle, answer) in enumerate(zip(parts, answers, strict=True)):
+            assert handle.result().tolist() == [10.0 * r + i for r in range(size)]
+            answer.tensor.fill_(100.0 * rank + i)
+            parts[i] = world.start(answer, "x")
+        for i, handle in enumerate(parts):
+            assert handle.result().view(size, 5).tolist() == [[100.0 * r + i] * 5 for r in range(size)]
+    assert not direct._groups[world.group].awaited
+    check(world, partial(world.start, name="x"))()
+
+
+def test_ranks_in_different_calls(world):
+    """Some start collectives that the others never do: the next rendezvous, and what follows it, work on all."""
+    for starters in ([0], [1, 2], range(world.size)):
+        for number in range(3):
+            answer = allgather(torch.zeros(7), "values")
+            ours = alltoall(torch.ones(2 * world.size), answer)
+            starts = world.rank in starters
+            row = world.start(rendezvous(torch.tensor([int(starts)]), (ours,) if starts else ()), "row")
+            handles = [world.start(r, "x") for r in (ours, allgather(torch.ones(200_000)))] if starts else []
+            found = row.result().tolist()
+            assert found == [int(r in starters) for r in range(world.size)]
+            if all(found) and number:
+                assert all(bool((handle.result() == 1).all()) for handle in handles)
+            del handles  # one that nobody answers is not waited for
+    check(world, partial(world.start, name="x"))()
+
+
+def test_sums(world):
+    """Of every dtype that is summed, in the order of ranks, where Gloo's own sum would take 2 (N - 1) trips."""
+    dtypes = torch.float16, torch.float32, torch.float64, torch.int32, torch.int64
+    for dtype, shape in product(dtypes, ((1,), (7, 3), (0,))):
+        everyone = [(own(r, 7, torch.float64) / 7).flatten()[: math.prod(shape)].view(shape) for r in range(world.size)]
+        everyone = [(x if dtype.is_floating_point else 2**20 * x).to(dtype) for x in everyone]
+        total = everyone[0].clone()
+        for x in everyone[1:]:
+            total += x
+        assert not world.sums(everyone[0])
+        road = sum_of_parts(allreduce(everyone[world.rank]), world.size)
+        parts = world.start(next(road), "x").result()
+        with pytest.raises(StopIteration) as end:
+            road.send(world.start(road.send(parts), "x").result())
+        assert torch.equal(end.value.value, total) and end.value.value.dtype == dtype
 
 
 def test_end(world):

@@ -6,7 +6,10 @@ import pytest
 from launch import fork
 
 RANKS = str(Path(__file__).with_name("direct_ranks.py"))
-TOGETHER = "results", "between_collectives_of_the_program", "subgroups", "dropped_handles", "late_ranks", "end"
+TOGETHER = [
+    *("results", "between_collectives_of_the_program", "subgroups", "dropped_handles", "late_ranks", "answers"),
+    *("ranks_in_different_calls", "sums", "end"),
+]
 
 
 @pytest.mark.parametrize("cases", [TOGETHER, ("lost_rank",)], ids=lambda cases: cases[-1])
