@@ -76,20 +76,13 @@ class TorchCollectives:
 
     def __init__(self, process_group: distributed.ProcessGroup | None = None) -> None:
         self.group = distributed.group.WORLD if process_group is None else process_group
-        if distributed.get_rank(self.group) < 0:
+        self.rank, self.size = distributed.get_rank(self.group), distributed.get_world_size(self.group)
+        if self.rank < 0:
             raise ValueError("this process is not in process_group")
         torchcomms = os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0") != "0"
         gloo = not torchcomms and "cpu:gloo" in distributed.get_backend_config(self.group).split(",")
         #: Messages from each rank to each other one, for tensors of the CPU.
         self._direct = Direct.of(self.group) if gloo and self.group and self.size > 1 else None
-
-    @property
-    def rank(self) -> int:
-        return distributed.get_rank(self.group)
-
-    @property
-    def size(self) -> int:
-        return distributed.get_world_size(self.group)
 
     @property
     def ranks(self) -> list[int]:
