@@ -2,7 +2,7 @@
 trips, its sum one of 2 (N - 1), and a group carries out two collectives at a time.
 
 A message takes one trip if its receiver has said before that it is ready, and three otherwise: so the receives of what
-an exchange will ask for next are posted together with those of what it asks for now.
+will follow are posted together with those of what is asked for now.
 """
 
 import math
@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
 
 from torch import Tensor, distributed
 
@@ -99,19 +98,19 @@ class DirectHandle:
 
     def __init__(self, direct: Direct, number: int, output: Tensor) -> None:
         self._direct, self._output, self._rows = direct, output, output.tensor_split(direct.size)
-        self._to: dict[str, Any] = {"group": direct.group(), "tag": _TAGS + number % _TAGS}
+        self._tag = _TAGS + number % _TAGS
         self._works = deque[distributed.Work]()  # each as it is posted: the others' memory stays if one cannot be
         # In turns, so that ranks do not all send to the same one first.
         self._peers = [(direct.rank + turn) % direct.size for turn in range(1, direct.size if output.numel() else 1)]
         for peer in reversed(self._peers):
-            self._posted(distributed.irecv(self._rows[peer], group_src=peer, **self._to))
+            self._posted(distributed.irecv(self._rows[peer], group=direct.group(), group_src=peer, tag=self._tag))
 
     def send(self, parts: list[Tensor]) -> None:
         """Sends ``parts[r]`` to rank r."""
-        self._parts, rank = parts, self._direct.rank
+        self._parts, rank, group = parts, self._direct.rank, self._direct.group()
         self._rows[rank].copy_(parts[rank])
         for peer in self._peers:
-            self._posted(distributed.isend(parts[peer], group_dst=peer, **self._to))
+            self._posted(distributed.isend(parts[peer], group=group, group_dst=peer, tag=self._tag))
 
     def _posted(self, work: distributed.Work | None) -> None:
         assert work is not None  # this process is in the group

@@ -24,10 +24,10 @@ Exchange = Generator[Request | tuple[Request, ...], Any, Any]
 
 
 def together(roads: Sequence[Road]) -> Generator[tuple[Request, ...], list[Tensor], list[Any]]:
-    """Several roads as one exchange: their first collectives start together, so that none waits for
-    another on a link with a delay, then their second ones. Returns what they return. What a road raises ends those
-    behind it before they have seen a result."""
-    results, returned = dict[int, Tensor | None].fromkeys(range(len(roads))), [None] * len(roads)
+    """Several roads as one exchange: their first collectives start together, so that none waits for another on a link
+    with a delay, then their second ones. Returns what they return. What a road raises ends those behind it before they
+    have seen a result."""
+    results, returned = dict[int, Any].fromkeys(range(len(roads))), [None] * len(roads)
     while True:
         asked = {}
         for number, result in results.items():
