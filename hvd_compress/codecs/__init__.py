@@ -44,13 +44,3 @@ def codec(values: str | Codec) -> Codec:
         return Cast(values)
     code = {"fp": Plain, "lloyd": Lloyd, "range": RangeFloat}[family](bits)
     return CodedGather(code) if gather else CodedRing(code)
-
-
-def gather_codec(values: str | Codec) -> Codec:
-    """The codec; raises ``ValueError`` unless every rank sends its own values to all others."""
-    found = codec(values)
-    if not isinstance(found, CodedGather):
-        raise ValueError(
-            f"every rank sends its own entries: values have to be gathered, as fp16-gather; got {found.name}"
-        )
-    return found

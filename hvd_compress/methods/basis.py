@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from .. import ops
 from ..engine.bucket import Bucket, Piece
 from ..engine.state import TensorLeaf, Tree
 
@@ -25,8 +24,8 @@ class Basis:
         """The tensors to which averages are written for these gradients: by piece, or empty."""
         return grads
 
-    def leave(self, grads: list[Tensor]) -> None:
-        """Transforms the averages in :meth:`targets` back, into the gradients."""
+    def leave(self, targets: list[Tensor], grads: list[Tensor], scale: float) -> None:
+        """Transforms the averages in :meth:`targets` back, into the gradients, whose scale is ``scale``."""
 
     def entries(self, piece: Piece, part: Tensor) -> Tensor:
         """A piece's ``part`` of a residual or velocity, (blocks * 256,), in the piece's shape: a view or a copy."""
@@ -44,19 +43,3 @@ class Basis:
 class Coefficients(Basis):
     def saved(self, flat: Tensor) -> Tree:
         return {piece.name: TensorLeaf(piece.of(flat), per_rank=True) for piece in self._bucket.pieces}
-
-
-class Hadamard(Coefficients):
-    """Coefficients of the Walsh-Hadamard transform of each block (:func:`hvd_compress.reference.hadamard`)."""
-
-    transform = True
-
-    def entries(self, piece: Piece, part: Tensor) -> Tensor:
-        flat = part.clone()
-        ops.hadamard(flat)
-        return piece.reshaped(flat)
-
-    def write(self, piece: Piece, entries: Tensor, part: Tensor) -> None:
-        part.zero_()
-        piece.reshaped(part).copy_(entries)
-        ops.hadamard(part)

@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import ops
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters, check_flag, check_number
-from ..engine.bucket import Bucket
+from ..engine.bucket import Bucket, Piece
 from ..engine.dense_velocity import DenseVelocity
-from ..engine.exchange import Exchange
 from ..engine.facts import OptimizerFacts, Traits
 from ..engine.method import Velocities
 from ..engine.shards import shards
 from ..engine.state import Tree
 from ..selection.schedule import Density
-from .basis import Hadamard
+from .basis import Coefficients
+from .gathering import exchanged_codec, exchanged_work
 from .replacement import Replacement, orthogonal_names
-from .sparse import SparseMethod, exchanged_codec
+from .sparse import SparseMethod
 from .sparse_work import Sending, SparseWork
 
 
@@ -151,7 +152,13 @@ class DeMo(SparseMethod):
         self._shown["orthogonal"] = f"{len(used)} parameters, checksum {checksum:08x}" if used else False
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return _DeMoWork(bucket, sending, self.arguments, self._replacement)
+        a, basis, replacement = self.arguments, Hadamard(bucket), self._replacement
+        sign = a.sign  # written by the operators
+        if replacement is not None and replacement.any_orthogonal(bucket):
+            basis, sign = _Replaced(bucket, replacement), False
+        return exchanged_work(a.exchange)(
+            bucket, sending, basis=basis, finds_idle=a.sign, decay=a.decay, subtract=a.subtract, sign=sign
+        )
 
     @property
     def traits(self) -> Traits:
@@ -206,23 +213,31 @@ class DeMo(SparseMethod):
             self._replacement.received.check(self.engine)
 
 
-class _DeMoWork(SparseWork):
-    def __init__(
-        self, bucket: Bucket, sending: Sending, arguments: _Arguments, replacement: Replacement | None
-    ) -> None:
-        a = arguments
-        #: Replaces averages after they are written, if some of this bucket become orthogonal.
-        self._after = replacement if replacement is not None and replacement.any_orthogonal(bucket) else None
-        rules: dict[str, Any] = {"decay": a.decay, "subtract": a.subtract, "sign": a.sign and self._after is None}
-        gathers = a.exchange == "gather"
-        super().__init__(bucket, sending, basis=Hadamard(bucket), gathers=gathers, finds_idle=a.sign, **rules)
+class Hadamard(Coefficients):
+    """Coefficients of the Walsh-Hadamard transform of each block (:func:`hvd_compress.reference.hadamard`)."""
 
-    def send(self) -> Exchange:
-        if self._after is None:
-            yield from super().send()
-            return
-        # In float32 until they are orthogonal or signs.
-        grads = self.bucket.gradients
-        averages = [g if g.dtype == torch.float32 else torch.empty_like(g, dtype=torch.float32) for g in grads]
-        yield from self.send_to(averages)
-        self._after.write(self.bucket, averages, self.step.scale)
+    transform = True
+
+    def entries(self, piece: Piece, part: Tensor) -> Tensor:
+        flat = part.clone()
+        ops.hadamard(flat)
+        return piece.reshaped(flat)
+
+    def write(self, piece: Piece, entries: Tensor, part: Tensor) -> None:
+        part.zero_()
+        piece.reshaped(part).copy_(entries)
+        ops.hadamard(part)
+
+
+class _Replaced(Hadamard):
+    """Averages are replaced after they are written: in float32 until they are orthogonal or signs."""
+
+    def __init__(self, bucket: Bucket, replacement: Replacement) -> None:
+        super().__init__(bucket)
+        self._replacement = replacement
+
+    def targets(self, grads: list[Tensor]) -> list[Tensor]:
+        return [g if g.dtype == torch.float32 else torch.empty_like(g, dtype=torch.float32) for g in grads]
+
+    def leave(self, targets: list[Tensor], grads: list[Tensor], scale: float) -> None:
+        self._replacement.write(self._bucket, targets, scale)

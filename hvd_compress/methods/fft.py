@@ -13,7 +13,8 @@ from ..reference import OVERFLOW, usable
 from ..selection.schedule import Density
 from . import spectrum
 from .basis import Coefficients
-from .sparse import SparseMethod, exchanged_codec
+from .gathering import exchanged_codec, exchanged_work
+from .sparse import SparseMethod
 from .sparse_work import Sending, SparseWork
 
 
@@ -82,7 +83,7 @@ class FFT(SparseMethod):
         super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return SparseWork(bucket, sending, basis=Fourier(bucket), gathers=self.arguments.exchange == "gather")
+        return exchanged_work(self.arguments.exchange)(bucket, sending, basis=Fourier(bucket))
 
 
 # A gradient from here on counts as infinite: a coefficient is less than 128 times the chunk's largest entry.
@@ -113,10 +114,10 @@ class Fourier(Coefficients):
         pairs = zip(self._bucket.pieces, grads, strict=True)
         return [self._of(piece) if grad.numel() else grad for piece, grad in pairs]
 
-    def leave(self, grads: list[Tensor]) -> None:
-        for piece, grad in zip(self._bucket.pieces, grads, strict=True):
+    def leave(self, targets: list[Tensor], grads: list[Tensor], scale: float) -> None:
+        for target, grad in zip(targets, grads, strict=True):
             if grad.numel():
-                spectrum.inverse(self._of(piece), grad.as_strided((grad.numel(),), (1,)))
+                spectrum.inverse(target, grad.as_strided((grad.numel(),), (1,)))
         self._spectra.zero_()
 
     def entries(self, piece: Piece, part: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from ..codecs import Codec
-from ..engine.arguments import NamedParameters, check_flag, check_number
+from ..engine.arguments import NamedParameters, check_flag, check_integer, check_number
 from ..engine.bucket import Bucket
 from ..engine.state import TensorLeaf, Tree
 from ..engine.work import Part, Step
 from ..selection.base import Scoring
-from ..selection.deciders import Leaders, check_leaders
+from ..selection.deciders import Leaders
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
 from .sparse import SparseMethod
@@ -88,7 +88,7 @@ class IWP(SparseMethod):
         **common: Any,
     ) -> None:
         self.arguments = _Arguments(
-            leaders=check_leaders(leaders),
+            leaders=None if leaders is None else check_integer("leaders", leaders, 1, other="None for all ranks"),
             explore=check_number("explore", explore, at_least=0, at_most=1),
             block_means=check_flag("block_means", block_means),
         )

@@ -103,11 +103,6 @@ class MomentumCorrection:
         """Restores the velocities of uncompressed parameters, after an average that is not applied."""
         self._dense.undo()
 
-    def check_sparse(self, tensor: Tensor) -> None:
-        """Raises ``ValueError`` for a sparse gradient, which bypasses the compressor."""
-        if tensor.is_sparse and self.value:
-            raise ValueError("sparse gradients would have no momentum: use sparse_as_dense=True, or no momentum here")
-
     def restart(self) -> None:
         """Clears the velocities when the set of ranks has changed: new ranks have none."""
         self._dense.restart()

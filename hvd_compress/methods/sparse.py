@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..codecs import Codec, codec, gather_codec
+from ..codecs import Codec, codec
 from ..engine.arguments import NamedParameters, check_integer, check_number
 from ..engine.bucket import Bucket, strides_of
 from ..engine.facts import OptimizerFacts, Traits
@@ -123,7 +123,8 @@ class SparseMethod(Compressor):
         self.momentum.undo()
 
     def passed(self, tensor: Tensor) -> Tensor:
-        self.momentum.check_sparse(tensor)
+        if tensor.is_sparse and self.momentum.value:  # it bypasses the compressor
+            raise ValueError("sparse gradients would have no momentum: use sparse_as_dense=True, or no momentum here")
         return super().passed(tensor)
 
     @modes_off
@@ -148,13 +149,3 @@ class SparseMethod(Compressor):
         if self.step or self.clock.collecting:
             raise ValueError("take_momentum comes before the compressor's first step: build a new compressor for it")
         return self.momentum.take(optimizer, self.clock.alone)
-
-
-def exchanged_codec(exchange: str, values: str | Codec | None, ring: str, gather: str) -> Codec:
-    """The codec for an exchange: ``values``, or the default ``ring`` for leaders, whose entries all ranks send, and
-    ``gather`` for ranks that each send their own. Raises ``ValueError`` if they do not fit."""
-    if exchange not in ("ring", "gather"):
-        raise ValueError(f"exchange must be one of gather, ring, got {exchange!r}")
-    if exchange == "gather":
-        return gather_codec(gather if values is None else values)
-    return codec(ring if values is None else values)

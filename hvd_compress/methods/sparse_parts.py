@@ -102,12 +102,9 @@ class Values(Part):
         """Notes that the values are subtracted from the residual. ``payload`` keeps them for undo."""
         self.sent = True
 
-    def clear_sent(self) -> None:
-        """Notes that the values are back in the residual."""
-        self.sent = False
-
     def undo(self) -> None:
         self.channel.undo_step()
+        self.sent = False
 
     def restart(self) -> None:
         c = self._collectives

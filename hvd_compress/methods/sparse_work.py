@@ -1,5 +1,6 @@
 """One bucket of a sparse method: gradients are added to the residual, and a few of its entries are sent."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -8,18 +9,17 @@ from torch import Tensor
 
 from .. import ops
 from ..codecs import Averaged, Codec
-from ..codecs.base import invalidate
-from ..codecs.coded_gather import GatherChannel
 from ..engine.agreement import Agreement
 from ..engine.bucket import Bucket, Piece
-from ..engine.collectives import Collectives, allgather
+from ..engine.collectives import Collectives
 from ..engine.exchange import Exchange
 from ..engine.rng import derive
 from ..engine.state import Tree
 from ..engine.work import Part, Step, Work
-from ..selection.base import NOT_SENT, Average, Output, Scoring, StepSeed, marked, missing
+from ..reference import BLOCK
+from ..selection.base import Average, Output, Scoring, StepSeed, marked, missing
 from ..selection.budget import apportion
-from ..selection.deciders import Decider, EachRank, Leaders, Shared, run_length
+from ..selection.deciders import Decider, Leaders, Shared
 from ..selection.idle import Idle
 from ..selection.pickers import Blocks, Everything, Picker
 from ..selection.schedule import Density, check_density
@@ -45,7 +45,6 @@ class SparseWork(Work):
     Args:
         sending: the arguments of the method.
         basis: in which the residual is kept.
-        gathers: whether every rank picks its own entries, and not leaders for all.
         scoring: how entries are scored.
         means: whether block means are sent.
         finds_idle: whether a piece for which no rank has a gradient receives 0, instead of the rest of its residual.
@@ -63,7 +62,6 @@ class SparseWork(Work):
         sending: Sending,
         *,
         basis: Basis | None = None,
-        gathers: bool = False,
         scoring: Scoring | None = None,
         means: bool = False,
         finds_idle: bool = False,
@@ -73,7 +71,7 @@ class SparseWork(Work):
         **parts: Part,
     ) -> None:
         self._sending, self._basis, self._scoring = sending, basis or Basis(bucket), scoring or Scoring()
-        self._gathers, self._decay, self._subtract, self._sign = gathers, decay, subtract, sign
+        self._decay, self._subtract, self._sign = decay, subtract, sign
         self._means, self._idle = BlockMeans(bucket, means), Idle(bucket, finds_idle)
         self._agreement = Agreement(bucket.device)
         groups = len(bucket.pieces) + len(self._means.sizes)
@@ -89,12 +87,12 @@ class SparseWork(Work):
 
     def decide(self, slots: list[int]) -> Decider:
         """The decider of the step's entries, with the picker that it uses. ``slots``: of each piece."""
-        picker = Blocks(self.bucket, slots)
-        return self.each_rank(picker) if self._gathers else self.leaders(picker)
+        return self.leaders(Blocks(self.bucket, slots))
 
     def send(self) -> Exchange:
         """Agrees on the entries, averages them, writes the averages, and subtracts the payload from the residual."""
-        return self.send_to(self.bucket.gradients)
+        yield from self.agree()
+        self.apply(*(yield from self.average()))
 
     def most_slots(self) -> list[int]:
         """The largest number of slots of each piece."""
@@ -112,12 +110,8 @@ class SparseWork(Work):
     def leaders(self, picker: Picker, leaders: int | None = None) -> Leaders:
         """Entries picked by leaders. ``leaders``: how many ranks share a block on average; None for all."""
         step = self.step
-        run = run_length(leaders, self.density, step.ranks)
+        run = 1 if leaders is None else max(1, math.ceil(self.density * BLOCK / min(leaders, step.ranks)))
         return Leaders(picker, self._idle, self._agreement, run, step.ranks, step.rank)
-
-    def each_rank(self, picker: Picker) -> EachRank:
-        """Entries that every rank picks for itself."""
-        return EachRank(picker, self._idle, self._agreement)
 
     def shared(self, picker: Picker) -> Shared:
         """Entries that all ranks compute from shared state."""
@@ -150,7 +144,7 @@ class SparseWork(Work):
         bucket, decider, step, scoring = self.bucket, self.decider, self.step, self._scoring
         given = self._basis.enter(bucket.gradients, step.scale, self.values.invalid)
         grads, weights = scoring.weighted(bucket, given)
-        picks = decider.leads and decider.picker.early
+        picks = isinstance(decider, Leaders) and decider.picker.early
         for velocity, some in self.velocity.split(grads):
             ops.accumulate_select(
                 some,
@@ -185,14 +179,6 @@ class SparseWork(Work):
         yield from self.decider.agree(self._scoring)
         self.velocity.rest()
 
-    def send_to(self, grads: list[Tensor]) -> Exchange:
-        """:meth:`send`, with averages written to ``grads``: by piece, or empty."""
-        if self.decider.each_rank:
-            yield from self._send_each(grads)
-        else:
-            yield from self.agree()
-            self.apply(*(yield from self.average()), grads)
-
     def average(self) -> Averaged:
         """Averages the picked entries and the block means over the ranks. Returns the mean and the error that stays in
         this rank's residual: float32, (slots,)."""
@@ -209,52 +195,28 @@ class SparseWork(Work):
         """The part of ``sent`` values, of quantization ``error``, that stays in the residual: float32, (slots,)."""
         return error if self._subtract == 1.0 else torch.lerp(sent, error, self._subtract)
 
-    def apply(self, mean: Tensor, error: Tensor, grads: list[Tensor]) -> None:
-        """Writes the averages of the picked entries to ``grads``, and ``error`` to the residual. A piece without a
+    def apply(self, mean: Tensor, error: Tensor) -> None:
+        """Writes the averages of the picked entries to the gradients, and ``error`` to the residual. A piece without a
         gradient keeps its residual. (Hosts pass the same parameters on all ranks, so it is missing on all.)"""
-        picker, targets = self.decider.picker, self._basis.targets(grads)
+        picker, grads = self.decider.picker, self.bucket.gradients
+        targets = self._basis.targets(grads)
         mean = marked(mean, map(picker.span, missing(targets)))
         picker.scatter(targets, self.velocity.memory, Average(mean, error, self._output(), self._mean_of_blocks))
-        self._basis.leave(grads)
+        self._basis.leave(targets, grads, self.step.scale)
 
     def _output(self) -> Output:
         return Output(self.step.scale, self._basis.transform, self._sign)
 
-    def _send_each(self, grads: list[Tensor]) -> Exchange:
-        """Averages every rank's own entries over all ranks, with zeros where a rank has sent none."""
-        decider, channel, bucket = self.decider, self.values.channel, self.bucket
-        assert isinstance(decider, EachRank) and isinstance(channel, GatherChannel)
-        gathered = yield allgather(decider.encode(self._scoring), "indices")
-        places = decider.decode(gathered, channel.ranks)
-        self.velocity.rest()
-        values = decider.picker.gather(bucket.residual, self.values.payload)
-        gathered = yield allgather(channel.encode(values, self.values.invalid), "values")
-        mean, decoded = torch.zeros_like(bucket.residual), torch.empty_like(values)
-        for rank, place in enumerate(places):
-            channel.decode_rank(gathered, rank, decoded, add=False)
-            mean[place] += decoded
-        mean *= 1.0 / channel.ranks
-        # One invalid rank makes the step invalid for all.
-        invalidate(mean, channel.any_invalid(gathered))
-        sent = torch.zeros_like(values).masked_fill_(~mean[:1].isfinite(), NOT_SENT)
-        sent, error = self._idle.keep(decider.picker, sent, self._unsent(values, channel.quantization_error), values)
-        targets = self._basis.targets(grads)
-        sent = marked(sent, map(decider.picker.span, missing(targets)))
-        decider.picker.scatter(bucket.nothing(), self.velocity.memory, Average(sent, error, Output(0.0)))
-        self._output().write(bucket, self._idle.silence(mean), targets)
-        self._basis.leave(grads)
-        self.values.mark_sent()
-
     def undo(self) -> None:
+        sent = self.values.sent
         super().undo()
-        if self.values.sent:
+        if sent:
             # A mean of 0 with the sent values as error: they are written to the residual, and no gradient is.
             picker, payload = self.decider.picker, self.values.payload
-            sent = payload[: picker.total]
-            average = Average(torch.zeros_like(sent), sent, Output(0.0))
+            values = payload[: picker.total]
+            average = Average(torch.zeros_like(values), values, Output(0.0))
             picker.scatter(self.bucket.nothing(), self.velocity.memory, average)
             self._means.undo_send(payload[picker.total :])
-            self.values.clear_sent()
 
     # Between steps.
 

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from ..codecs import Codec, gather_codec
+from ..codecs import Codec
 from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
-from ..selection.deciders import EachRank
-from ..selection.pickers import Exact
+from ..selection.each_rank import EachRank, Exact
 from ..selection.schedule import Density
+from .gathering import GatherWork, gather_codec
 from .sparse import SparseMethod
-from .sparse_work import Sending, SparseWork
+from .sparse_work import Sending
 
 
 class TopK(SparseMethod):
@@ -52,16 +52,10 @@ class TopK(SparseMethod):
     ) -> None:
         super().__init__(named_parameters, density, values=gather_codec(values), **common)
 
-    def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return TopKWork(bucket, sending)
+    def sparse_work(self, bucket: Bucket, sending: Sending) -> GatherWork:
+        return _TopKWork(bucket, sending)
 
 
-class TopKWork(SparseWork):
-    """One bucket. ``sample``: the share of entries from which a threshold is estimated; None sorts all."""
-
-    def __init__(self, bucket: Bucket, sending: Sending, sample: float | None = None) -> None:
-        super().__init__(bucket, sending)
-        self._sample = sample
-
+class _TopKWork(GatherWork):
     def decide(self, slots: list[int]) -> EachRank:
-        return self.each_rank(Exact(self.bucket, slots, self._sample))
+        return self.each_rank(Exact(self.bucket, slots))

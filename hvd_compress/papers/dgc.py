@@ -1,17 +1,23 @@
 """Deep Gradient Compression (Lin et al., ICLR 2018): top-k with momentum correction."""
 
+import math
 from typing import Any
 
-from ..codecs import Codec, gather_codec
+from torch import Tensor
+
+from ..codecs import Codec
 from ..engine.arguments import NamedParameters
 from ..engine.bucket import Bucket
+from ..methods.gathering import GatherWork, gather_codec
 from ..methods.sparse import SparseMethod
-from ..methods.sparse_work import Sending, SparseWork
-from ..methods.topk import TopKWork
+from ..methods.sparse_work import Sending
+from ..selection.each_rank import EachRank, Exact
 from ..selection.schedule import Density
 
-#: The share of a parameter's entries from which the threshold is estimated, of at least 64. The paper's is 0.1 to 1 %.
-_SAMPLE = 0.01
+# The share of a parameter's entries from which the threshold is estimated, and the fewest. The paper's is 0.1 to 1 %.
+_SAMPLE, _MIN_SAMPLE = 0.01, 64
+# The threshold lets this many times more entries through than needed, so that they are seldom too few.
+_MARGIN = 1.3
 
 
 class DGC(SparseMethod):
@@ -57,5 +63,26 @@ class DGC(SparseMethod):
     ) -> None:
         super().__init__(named_parameters, density, values=gather_codec(values), momentum=momentum, **common)
 
-    def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return TopKWork(bucket, sending, _SAMPLE)
+    def sparse_work(self, bucket: Bucket, sending: Sending) -> GatherWork:
+        return _DGCWork(bucket, sending)
+
+
+class _DGCWork(GatherWork):
+    def decide(self, slots: list[int]) -> EachRank:
+        return self.each_rank(Sampled(self.bucket, slots))
+
+
+class Sampled(Exact):
+    """The largest entries of every piece: a sample gives a threshold, and only the entries above it are sorted. (Their
+    number depends on the data, so this synchronises a GPU.)"""
+
+    def largest(self, score: Tensor, count: int) -> Tensor:
+        if not count:
+            return super().largest(score, count)
+        stride = max(1, score.numel() // max(round(_SAMPLE * score.numel()), _MIN_SAMPLE))
+        sampled = score[self.phase % stride :: stride]
+        rank = min(math.ceil(_MARGIN * count * sampled.numel() / score.numel()), sampled.numel())
+        above = (score >= sampled.topk(rank).values[-1]).nonzero().view(-1)
+        if above.numel() < count:
+            return super().largest(score, count)
+        return above[score[above].topk(count).indices]

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters, check_number
-from ..engine.bucket import Bucket
+from ..engine.bucket import Bucket, Piece
 from ..engine.exchange import Exchange
 from ..engine.state import TensorLeaf, Tree
 from ..engine.work import Part, Step
 from ..methods.sparse import SparseMethod
 from ..methods.sparse_work import Sending, SparseWork, totals
-from ..selection.base import BlockRange, smaller_half, whole
+from ..reference import BLOCK
+from ..selection.base import Average, StepSeed
 from ..selection.deciders import Shared
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
@@ -121,25 +122,63 @@ class _MIPDWork(SparseWork):
         super().__init__(bucket, sending, floors=self._floors, history=self._history)
 
     def decide(self, slots: list[int]) -> Shared:
-        return self.shared(Blocks(self.bucket, slots, halves=self.density <= 0.5))
+        return self.shared((Halves if self.density <= 0.5 else Blocks)(self.bucket, slots))
 
     def most_slots(self) -> list[int]:
-        return [smaller_half(p) if self.density <= 0.5 else p.numel for p in self.bucket.pieces]
+        if self.density > 0.5:
+            return super().most_slots()
+        return [min(len(entries_of(p.weight(), half(p, turn))) for turn in range(2)) for p in self.bucket.pieces]
 
-    def significance(self, index: int, part: BlockRange) -> Tensor:
-        """The significance of a range of entries, in memory order: float32, (entries,), the same bits on all ranks."""
-        weight, floors, history = part.of(self.bucket.pieces[index].weight()), self._floors, self._history
-        n = weight.numel()
-        score = part.of_bucket(history.smoothed)[:n].abs() + floors.smoothed[index]
+    def significance(self, index: int, blocks: range) -> Tensor:
+        """The significance of a piece's entries in ``blocks``, in memory order: float32, (entries,), the same bits on
+        all ranks."""
+        piece, floors, history = self.bucket.pieces[index], self._floors, self._history
+        weight = entries_of(piece.weight(), blocks)
+        smoothed, last = (entries_of(piece.of(x), blocks)[: len(weight)] for x in (history.smoothed, history.last_sent))
+        score = smoothed.abs() + floors.smoothed[index]
         score.mul_(weight.float().abs() + floors.weights[index])
-        return score.mul_(self.step.number - part.of_bucket(history.last_sent)[:n])
+        return score.mul_(self.step.number - last)
 
     def importance(self) -> Tensor:
-        return totals(self.significance(index, whole(piece)) for index, piece in enumerate(self.bucket.pieces))
+        return totals(self.significance(index, range(piece.blocks)) for index, piece in enumerate(self.bucket.pieces))
 
     def send(self) -> Exchange:
         picker = self.decider.picker
-        if picker.scored:
-            picker.pick_by([self.significance(i, part) for i, part in enumerate(picker.ranges)], self._explore)  # S
+        if isinstance(picker, Blocks):
+            halves = picker.halves if isinstance(picker, Halves) else [range(p.blocks) for p in self.bucket.pieces]
+            picker.pick_by([self.significance(i, blocks) for i, blocks in enumerate(halves)], self._explore)  # S
         yield from super().send()
         self._history.update(picker, self.values.channel.mean, self.step.number)
+
+
+class Halves(Blocks):
+    """m of every 256 entries of ``halves``: of each piece in turn the first and the last half of its blocks, and of
+    neighbouring pieces different ones."""
+
+    def __init__(self, bucket: Bucket, slots: list[int]) -> None:
+        super().__init__(bucket, slots)
+        self._turns = []
+        for turn in range(2):
+            halves = [half(piece, (turn + index) % 2) for index, piece in enumerate(bucket.pieces)]
+            pairs = zip(bucket.pieces, halves, strict=True)
+            table = self.table_of((piece.first_block + blocks.start, len(blocks)) for piece, blocks in pairs)
+            self._turns.append((halves, table, table.cpu()))
+
+    def begin(self, seed: StepSeed) -> None:
+        super().begin(seed)
+        self.halves, self.table, self.rows = self._turns[seed.step % 2]
+
+    def scatter(self, targets: list[Tensor], velocity: Tensor | None, average: Average) -> None:
+        pairs = zip(targets, self.halves, strict=True)
+        super().scatter([entries_of(t, blocks) if t.numel() else t for t, blocks in pairs], velocity, average)
+
+
+def half(piece: Piece, turn: int) -> range:
+    """The first (0) or the last (1) half of a piece's blocks, counted in the piece. A single block is both halves."""
+    early = piece.blocks // 2
+    return range(early * turn, piece.blocks if turn or not early else early)
+
+
+def entries_of(target: Tensor, blocks: range) -> Tensor:
+    """The entries of these blocks in a tensor of the whole piece, in memory order: a view."""
+    return target.as_strided((target.numel(),), (1,))[blocks.start * BLOCK : blocks.stop * BLOCK]

@@ -118,7 +118,7 @@ class _MP2Work(SparseWork):
 
     def send(self) -> Exchange:
         picker, history, prediction, step = self.decider.picker, self._history, self.prediction, self.step
-        if picker.scored:
+        if isinstance(picker, Blocks):
             picker.pick_by(self.significance(), 1.0)  # S
         yield from self.agree()
         mean, error = yield from self.average()
@@ -126,7 +126,7 @@ class _MP2Work(SparseWork):
             prediction.follow(picker, mean, history.last_sent, step.number)
             prediction.apply(self.bucket.gradients, step.scale)  # h
             prediction.sent(picker)
-        self.apply(mean, error, self.bucket.gradients)
+        self.apply(mean, error)
         history.update(picker, mean, step.number)
         if prediction is not None and step.every(_CHECK_INTERVAL):
             yield from self._compare(prediction)

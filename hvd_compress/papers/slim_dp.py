@@ -141,7 +141,7 @@ class _SlimDPWork(SparseWork):
         # Blocks keep their slots as long as their core: with fewer, the core would not fit.
         since = step.number - step.number % _RESELECT
         picker.rotate(derive(step.seed, since, self.bucket.index) & 0xFFFF)
-        if since == step.number and picker.scored:
+        if since == step.number and isinstance(picker, Blocks):
             core = Blocks(self.bucket, [round(slots * self._arguments.core) for slots in picker.slots])
             core.begin(StepSeed.draw(step, self.bucket.index))
             core.rotate(picker.phase)
@@ -150,7 +150,7 @@ class _SlimDPWork(SparseWork):
 
     def send(self) -> Exchange:
         picker = self.decider.picker
-        if picker.scored:
+        if isinstance(picker, Blocks):
             # S: all drawn at random, without replacement, in proportion to their weights.
             picker.pick_by([piece.of(self._core.chance)[: piece.numel] for piece in self.bucket.pieces], 1.0)
         yield from super().send()

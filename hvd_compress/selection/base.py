@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..engine.bucket import Bucket, Piece
+from ..engine.bucket import Bucket
 from ..engine.rng import derive, permutation
 from ..engine.work import Step
-from ..reference import BLOCK
 
 #: A mean with which nothing is written and the residual stays. Every mean that is not finite has this effect.
 NOT_SENT = float("nan")
@@ -124,41 +123,3 @@ def marked(mean: Tensor, spans: Iterable[slice]) -> Tensor:
         mean = mean.clone() if number == 0 else mean
         mean[span] = NOT_SENT
     return mean
-
-
-@dataclass(frozen=True)
-class BlockRange:
-    """Consecutive blocks of a piece: ``first`` counts in the bucket, ``skipped`` in the piece."""
-
-    first: int
-    skipped: int
-    blocks: int
-
-    def of(self, target: Tensor) -> Tensor:
-        """The range's entries in a tensor of the whole piece, in memory order, without padding: a view."""
-        begin, end = self.skipped * BLOCK, (self.skipped + self.blocks) * BLOCK
-        return target.as_strided((target.numel(),), (1,))[begin:end]
-
-    def of_bucket(self, flat: Tensor) -> Tensor:
-        """The range's entries in a bucket-wide tensor: a view, with padding."""
-        return flat[self.first * BLOCK : (self.first + self.blocks) * BLOCK]
-
-
-def whole(piece: Piece) -> BlockRange:
-    return BlockRange(piece.first_block, 0, piece.blocks)
-
-
-def half(piece: Piece, turn: int) -> BlockRange:
-    """The first (0) or the last (1) half of a piece's blocks. A single block counts as both halves."""
-    early = piece.blocks // 2
-    if not early:
-        return whole(piece)
-    if turn:
-        return BlockRange(piece.first_block + early, early, piece.blocks - early)
-    return BlockRange(piece.first_block, 0, early)
-
-
-def smaller_half(piece: Piece) -> int:
-    """The number of entries in the half that has fewer."""
-    early = piece.blocks // 2 * BLOCK
-    return min(early, piece.numel - early) if early else piece.numel

@@ -1,8 +1,7 @@
 """Deciders of the entries that are sent. :class:`Leaders`: ranks drawn at random, in one allgather of indices.
-:class:`EachRank`: every rank for itself. :class:`Shared`: all ranks, from shared state, without indices."""
+:class:`Shared`: all ranks, from shared state, without indices."""
 
 import abc
-import math
 import zlib
 from collections.abc import Generator
 
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..engine.agreement import LIMIT, Agreement, disagreement
-from ..engine.arguments import check_integer
 from ..engine.collectives import Request, allgather, allreduce
-from ..reference import BLOCK, Draw
+from ..reference import Draw
 from .base import Scoring, StepSeed
 from .idle import Idle
 from .pickers import Picker
@@ -24,10 +22,6 @@ class Decider(abc.ABC):
     """Lets ranks decide on the entries of a ``picker``. ``idle`` is told which pieces have a gradient on some rank, if
     it asks for that, and ``agreement`` whether the ranks differ."""
 
-    #: Whether each rank sends entries of its own.
-    each_rank = False
-    #: Whether this rank picks entries, and sends their indices.
-    leads = False
     #: This rank picks ``run`` of every ``run * ranks`` slots, from ``run * position`` on, into ``own``.
     run, ranks, position = 1, 1, 0
     own: Tensor
@@ -71,8 +65,6 @@ class Leaders(Decider):
     """The slots are divided among all ranks in runs of ``run`` consecutive slots, in an order of ranks drawn anew in
     each step, so that every rank picks equally many entries and the leader of each slot is random."""
 
-    leads = True
-
     def __init__(self, picker: Picker, idle: Idle, agreement: Agreement, run: int, ranks: int, rank: int) -> None:
         super().__init__(picker, idle, agreement)
         self.run, self.ranks, self.rank = run, ranks, rank
@@ -114,51 +106,3 @@ class Leaders(Decider):
         if self.idle.finds:
             self.idle.found((messages[:, self._digest_length : self.head] != 0).any(0))
         return messages[:, self.head :]
-
-
-class EachRank(Leaders):
-    """Every rank picks its own entries and sends them to all ranks, so that the bytes grow with the ranks."""
-
-    each_rank = True
-
-    def __init__(self, picker: Picker, idle: Idle, agreement: Agreement) -> None:
-        super().__init__(picker, idle, agreement, run=1, ranks=1, rank=0)
-        # Whether indices are sent as one bit for every entry of the bucket, because that is shorter.
-        self._as_bitmap = picker.dtype == torch.uint8 and picker.total * 8 > picker.bucket.blocks * BLOCK
-
-    def begin(self, seed: StepSeed) -> None:
-        super().begin(StepSeed(seed.step, seed.key, [0], seed.settings))
-
-    def encode(self, scoring: Scoring) -> Tensor:
-        self.complete(scoring)
-        picker = self.picker
-        picker.decided(self.own[: picker.total])
-        if not self._as_bitmap:
-            return self.message
-        bits = torch.zeros(picker.bucket.blocks * BLOCK, dtype=torch.uint8, device=self.own.device)
-        bits[picker.positions(picker.indices)] = 1
-        weight = 1 << torch.arange(8, device=bits.device, dtype=torch.uint8)
-        return torch.cat([self.message[: self.head], (bits.view(-1, 8) * weight).sum(1, dtype=torch.uint8)])
-
-    def decode(self, gathered: Tensor, ranks: int) -> list[Tensor]:
-        """Each rank's entries, as positions in the bucket: int64, (slots,). Raises as :meth:`agree`."""
-        return [self._positions(row) for row in self.indices_by_rank(gathered, ranks)]
-
-    def _positions(self, indices: Tensor) -> Tensor:
-        total = self.picker.total
-        if not self._as_bitmap:
-            return self.picker.positions(indices[:total])
-        shift = torch.arange(8, device=indices.device, dtype=torch.uint8)
-        # A block's slots are in ascending order, and so are the set bits. Their number is known: counting them would
-        # synchronise a GPU.
-        return ((indices[:, None] >> shift) & 1).view(-1).nonzero_static(size=total).view(-1)
-
-
-def run_length(leaders: int | None, density: float, ranks: int) -> int:
-    """The length of runs with which ``leaders`` ranks (None: all) share a block on average."""
-    return 1 if leaders is None else max(1, math.ceil(density * BLOCK / min(leaders, ranks)))
-
-
-def check_leaders(leaders: int | None) -> int | None:
-    """``leaders``, None or at least 1. Raises as :func:`check_integer`."""
-    return None if leaders is None else check_integer("leaders", leaders, 1, other="None for all ranks")

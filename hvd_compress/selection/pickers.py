@@ -1,19 +1,16 @@
 """Picks the entries of a bucket, and tells their positions."""
 
 import abc
-import math
+from collections.abc import Iterable
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from .. import ops, reference
+from .. import ops
 from ..engine.bucket import Bucket
 from ..reference import BLOCK, Draw, flat_positions
-from .base import Average, BlockRange, Scoring, StepSeed, half, whole
-
-#: The most entries of a bucket whose positions fit in int32.
-INT32_ENTRIES = 2**31
+from .base import Average, Scoring, StepSeed
 
 
 class Picker(abc.ABC):
@@ -24,21 +21,20 @@ class Picker(abc.ABC):
     dtype = torch.uint8
     #: Whether entries are picked by the operator that accumulates gradients, which has them in the cache.
     early = False
-    #: Whether :meth:`pick_by` needs scores.
-    scored = False
-    #: Whether the entries of a step come from one half of each piece's blocks.
-    halves = False
     indices: Tensor
-    #: The operators' table: first block, blocks, first slot, slots of every piece; int64, (pieces, 4).
-    table: Tensor
 
     def __init__(self, bucket: Bucket, slots: list[int]) -> None:
         self.bucket, self.slots, self.total = bucket, slots, sum(slots)
         self._first = list(accumulate(slots[:-1], initial=0))
-        #: The blocks of each piece from which this step's entries come.
-        self.ranges = [whole(piece) for piece in bucket.pieces]
+        #: The operators' table.
+        self.table = self.table_of((piece.first_block, piece.blocks) for piece in bucket.pieces)
         # Made once: creating it in each step would synchronise a GPU.
         self.slot_counts = torch.tensor(slots, dtype=torch.int64, device=bucket.device)
+
+    def table_of(self, ranges: Iterable[tuple[int, int]]) -> Tensor:
+        """First block, blocks, first slot, slots of every piece; int64, (pieces, 4). ``ranges``: the first two."""
+        rows = [(*blocks, self._first[i], self.slots[i]) for i, blocks in enumerate(ranges)]
+        return torch.tensor(rows, dtype=torch.int64, device=self.bucket.device)
 
     def span(self, index: int) -> slice:
         """The slots of a piece."""
@@ -58,12 +54,8 @@ class Picker(abc.ABC):
     def pick(self, scoring: Scoring, own: Tensor) -> None:
         """Completes ``own``, this rank's indices, when all gradients have arrived."""
 
-    def pick_by(self, scores: list[Tensor], explore: float) -> None:
-        """Picks ``indices`` by scores that are the same on all ranks: by piece, float32, (entries,), in memory order.
-        ``explore``: the share of blocks in which entries are drawn at random, in proportion to the scores."""
-
     def checksum(self) -> Tensor | int:
-        """A checksum, below 2**32, of the entries of :meth:`pick_by`."""
+        """A checksum, below 2**32, of entries that were picked by the same scores on all ranks."""
         return 0
 
     def positions(self, indices: Tensor) -> Tensor:
@@ -88,33 +80,24 @@ class Picker(abc.ABC):
         return self.gather(memory, torch.empty(self.total, dtype=torch.float32, device=memory.device))
 
 
-def table_of(ranges: list[BlockRange], picker: Picker) -> Tensor:
-    """The operators' table: first block, blocks, first slot, slots of every piece; int64, (pieces, 4)."""
-    rows = [(r.first, r.blocks, picker.span(i).start, picker.slots[i]) for i, r in enumerate(ranges)]
-    return torch.tensor(rows, dtype=torch.int64, device=picker.bucket.device)
-
-
 class Blocks(Picker):
-    """m of every 256 entries, one byte an index. ``halves``: in turn of the first and last half of a piece's blocks."""
+    """m of every 256 entries, one byte an index."""
 
-    early = scored = True
+    early = True
 
-    def __init__(self, bucket: Bucket, slots: list[int], halves: bool = False) -> None:
+    def __init__(self, bucket: Bucket, slots: list[int]) -> None:
         super().__init__(bucket, slots)
-        self.halves = halves
-        turns = [[half(p, (t + i) % 2) for i, p in enumerate(bucket.pieces)] for t in range(2)] if halves else []
-        self._ranges = turns or [self.ranges]
-        self._tables = [table_of(ranges, self) for ranges in self._ranges]
-        self._rows = [table.cpu() for table in self._tables]
+        # Read by the host: on a GPU it would synchronise.
+        self.rows = self.table.cpu()
 
     def begin(self, seed: StepSeed) -> None:
         super().begin(seed)
-        self._turn = seed.step % len(self._ranges)
-        self.ranges, self.table = self._ranges[self._turn], self._tables[self._turn]
         # The begin of each slot's block in the bucket's flat memory.
         self._base: Tensor | None = None
 
     def pick_by(self, scores: list[Tensor], explore: float) -> None:
+        """Picks ``indices`` by scores that are the same on all ranks: by piece, float32, (entries,), in memory order.
+        ``explore``: the share of blocks in which entries are drawn at random, in proportion to the scores."""
         self.indices = torch.zeros(self.total, dtype=torch.uint8, device=self.bucket.device)
         draw = Draw(self.phase, 1, 1, 0, self._seed.key, int(explore * 2**32))
         ops.select(scores, self.table, self.indices, *draw)
@@ -125,8 +108,7 @@ class Blocks(Picker):
 
     def positions(self, indices: Tensor) -> Tensor:
         if self._base is None:
-            # The table is read by the host: on a GPU it would synchronise.
-            self._base = flat_positions(torch.zeros_like(indices), self._rows[self._turn], self.phase)
+            self._base = flat_positions(torch.zeros_like(indices), self.rows, self.phase)
         return self._base + indices
 
     def gather(self, memory: Tensor, out: Tensor) -> Tensor:
@@ -140,54 +122,8 @@ class Blocks(Picker):
 
     def scatter(self, targets: list[Tensor], velocity: Tensor | None, average: Average) -> None:
         a, out = average, average.output
-        if self.halves:
-            targets = [r.of(t) if t.numel() else t for r, t in zip(self.ranges, targets, strict=True)]
         where = (self.indices, self.table, a.mean, a.error, self.phase)
         ops.scatter(targets, self.bucket.residual, velocity, *where, out.scale, a.block_means, out.transform, out.sign)
-
-
-class Exact(Picker):
-    """The largest entries of every piece: four bytes an index, eight in a bucket of more than 2**31 entries. With
-    ``sample``, they are found as in DGC (Lin et al., 2018): a sample of this share of the entries gives a threshold,
-    and only the entries above it are sorted. (Their number depends on the data, so this synchronises a GPU.)"""
-
-    #: The threshold lets this many times more entries through than needed, so that they are seldom too few.
-    MARGIN = 1.3
-    MIN_SAMPLE = 64
-
-    def __init__(self, bucket: Bucket, slots: list[int], sample: float | None = None) -> None:
-        super().__init__(bucket, slots)
-        self.sample = sample
-        self.dtype = torch.int32 if bucket.blocks * BLOCK <= INT32_ENTRIES else torch.int64
-        # Read by the host in every step: on a GPU it would synchronise.
-        self.table = table_of(self.ranges, self).cpu()
-
-    def pick(self, scoring: Scoring, own: Tensor) -> None:
-        for index, piece in enumerate(self.bucket.pieces):
-            best = self.largest(scoring.score(self.bucket, index), self.slots[index])
-            own[self.span(index)] = (best.sort().values + piece.first_block * BLOCK).to(self.dtype)
-
-    def largest(self, score: Tensor, count: int) -> Tensor:
-        """The indices of the ``count`` largest scores of a piece: int64, (count,)."""
-        if self.sample is None or not count:
-            return score.topk(count).indices
-        stride = max(1, score.numel() // max(round(self.sample * score.numel()), self.MIN_SAMPLE))
-        sampled = score[self.phase % stride :: stride]
-        rank = min(math.ceil(self.MARGIN * count * sampled.numel() / score.numel()), sampled.numel())
-        above = (score >= sampled.topk(rank).values[-1]).nonzero().view(-1)
-        if above.numel() < count:
-            return score.topk(count).indices
-        return above[score[above].topk(count).indices]
-
-    def gather(self, memory: Tensor, out: Tensor) -> Tensor:
-        return torch.index_select(memory, 0, self.indices, out=out)
-
-    def write(self, memory: Tensor, values: Tensor) -> None:
-        memory[self.indices.long()] = values
-
-    def scatter(self, targets: list[Tensor], velocity: Tensor | None, average: Average) -> None:
-        a, residual, where, scale = average, self.bucket.residual, self.indices.long(), average.output.scale
-        reference.scatter_at(targets, residual, velocity, where, self.table, a.mean, a.error, scale)
 
 
 class Everything(Picker):

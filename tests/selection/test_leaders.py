@@ -12,7 +12,7 @@ from hvd_compress import IWP
 from hvd_compress.engine.state import same
 from hvd_compress.methods import iwp
 from hvd_compress.reference import BLOCK, flat_positions
-from hvd_compress.selection import pickers
+from hvd_compress.selection import each_rank
 
 SLOTS = 6  # of every block, for 1, 2, 3 or 6 leaders
 
@@ -65,7 +65,7 @@ def test_padding_is_never_selected(numel):
 @pytest.mark.parametrize("name", ["topk", "dgc"])
 def test_positions_beyond_int32_have_eight_bytes(monkeypatch, name, host):
     def run(most_entries):
-        monkeypatch.setattr(pickers, "INT32_ENTRIES", most_entries)
+        monkeypatch.setattr(each_rank, "INT32_ENTRIES", most_entries)
         world, ranks = replicas(2, METHODS[name], host=host)
         applied = random_steps(world, ranks, range(3))
         messages = [work.decider.message.dtype for work in ranks[0].compression.works]

@@ -5,9 +5,11 @@ import torch
 
 from hvd_compress.engine.bucket import make_buckets
 from hvd_compress.engine.work import Step
+from hvd_compress.papers.dgc import Sampled
+from hvd_compress.papers.mipd import Halves, entries_of
 from hvd_compress.reference import BLOCK, flat_positions
 from hvd_compress.selection.base import StepSeed
-from hvd_compress.selection.pickers import Blocks, Exact
+from hvd_compress.selection.pickers import Blocks
 
 
 def bucket_of(parameter):
@@ -18,16 +20,17 @@ def seed(step):
     return StepSeed.draw(Step(step, 0, 1, 1.0, 0, 0), 0)
 
 
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("kind", [Blocks, Halves])
 @pytest.mark.parametrize("explore", [0.0, 1.0])
-def test_no_slot_is_spent_on_padding(halves, explore):
+def test_no_slot_is_spent_on_padding(kind, explore):
     """The last block has 44 entries and 212 of padding."""
     numel, slots = 2 * BLOCK + 44, 24
     bucket = bucket_of(torch.zeros(2, numel // 2))
-    picker = Blocks(bucket, [slots], halves)
+    picker = kind(bucket, [slots])
     for step in range(4):
         picker.begin(seed(step))
-        score = torch.rand(picker.ranges[0].of(bucket.pieces[0].weight()).numel()) + 0.1
+        weight = bucket.pieces[0].weight()
+        score = torch.rand((entries_of(weight, picker.halves[0]) if kind is Halves else weight).numel()) + 0.1
         picker.pick_by([score], explore)
         places = flat_positions(picker.indices, picker.table, picker.phase)
         assert len(places.unique()) == slots
@@ -36,7 +39,7 @@ def test_no_slot_is_spent_on_padding(halves, explore):
 
 def test_sampling_falls_back_to_sorting_if_its_threshold_is_too_high():
     """All large entries are in the sample."""
-    picker = Exact(bucket_of(torch.zeros(64, 128)), [100], sample=0.01)
+    picker = Sampled(bucket_of(torch.zeros(64, 128)), [100])
     picker.begin(seed(0))
     stride = 8192 // 82
     score = torch.rand(8192)
@@ -45,6 +48,6 @@ def test_sampling_falls_back_to_sorting_if_its_threshold_is_too_high():
 
 
 def test_sampling_of_no_entries():
-    picker = Exact(bucket_of(torch.zeros(64, 128)), [1], sample=0.01)
+    picker = Sampled(bucket_of(torch.zeros(64, 128)), [1])
     picker.begin(seed(0))
     assert picker.largest(torch.rand(8192), 0).numel() == 0
