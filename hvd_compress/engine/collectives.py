@@ -66,9 +66,9 @@ def allreduce(
     return Request("allreduce", tensor, category, name, then or _THEN[category])
 
 
-def allgather(tensor: torch.Tensor, category: Category = "indices", then: Stage | None = None) -> Request:
+def allgather(tensor: torch.Tensor, category: Category = "indices", following: tuple[Request, ...] = ()) -> Request:
     """The tensors of all ranks, concatenated along the first dimension. Any dtype, of one shape on all ranks."""
-    return Request("allgather", tensor, category, then=then or _THEN[category])
+    return Request("allgather", tensor, category, then=_THEN[category], following=following)
 
 
 def rendezvous(row: torch.Tensor, following: tuple[Request, ...] = ()) -> Request:

@@ -17,30 +17,33 @@ from .wire_stats import WireStats
 # Seconds between polls. Horovod looks for new work every millisecond, so shorter ones gain nothing.
 POLL_INTERVAL = 200e-6
 
-#: Yields requests one by one, and is sent their results.
-Road = Generator[Request, Any, Any]
-#: May yield several that start together, too, for a list of results.
+#: Yields a request, and is sent its result; or several that start together, for a list of results.
 Exchange = Generator[Request | tuple[Request, ...], Any, Any]
 
 
-def together(roads: Sequence[Road]) -> Generator[tuple[Request, ...], list[Tensor], list[Any]]:
-    """Several roads as one exchange: their first collectives start together, so that none waits for another on a link
-    with a delay, then their second ones. Returns what they return. What a road raises ends those behind it before they
+def together(exchanges: Sequence[Exchange]) -> Generator[tuple[Request, ...], list[Tensor], list[Any]]:
+    """Several exchanges as one: their first collectives start together, so that none waits for another on a link with a
+    delay, then their second ones. Returns what they return. What an exchange raises ends those behind it before they
     have seen a result."""
-    results, returned = dict[int, Any].fromkeys(range(len(roads))), [None] * len(roads)
+    results, returned = dict[int, Any].fromkeys(range(len(exchanges))), [None] * len(exchanges)
     while True:
         asked = {}
         for number, result in results.items():
             try:
-                asked[number] = roads[number].send(result)
+                asked[number] = exchanges[number].send(result)
             except StopIteration as end:
                 returned[number] = end.value
         if not asked:
             return returned
-        results = dict(zip(asked, (yield tuple(asked.values())), strict=True))
+        found = iter((yield tuple(request for one in asked.values() for request in _several(one))))
+        results = {n: [next(found) for _ in one] if isinstance(one, tuple) else next(found) for n, one in asked.items()}
 
 
-def _ask(request: Request) -> Road:
+def _several(asked: Request | tuple[Request, ...]) -> tuple[Request, ...]:
+    return asked if isinstance(asked, tuple) else (asked,)
+
+
+def _ask(request: Request) -> Exchange:
     return (yield request)
 
 
@@ -159,12 +162,11 @@ class Exchanges:
                 asked = exchange.send(results)
             except StopIteration:
                 return
-            if isinstance(asked, tuple):
-                results = yield from together([*map(self._performed, asked)])
-            else:
-                (results,) = yield from together([self._performed(asked)])
+            results = yield from together([*map(self._performed, _several(asked))])
+            if isinstance(asked, Request):
+                (results,) = results
 
-    def _performed(self, request: Request) -> Road:
+    def _performed(self, request: Request) -> Exchange:
         members = self.nodes.level(request)
         if request.verb != "allreduce" or members.sums(request.tensor):
             return _ask(request)

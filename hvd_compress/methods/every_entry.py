@@ -10,7 +10,7 @@ from ..engine.agreement import LIMIT, Agreement
 from ..engine.arguments import NamedParameters, check_flag
 from ..engine.bucket import Bucket
 from ..engine.collectives import Request
-from ..engine.exchange import Exchange, Road, together
+from ..engine.exchange import Exchange, together
 from ..engine.rng import derive
 from ..engine.state import Fixed, Tree
 from ..engine.work import Step, Work
@@ -60,11 +60,11 @@ class EveryEntryWork(Work):
         assert channel is not None
         key = derive(step.seed, step.number, bucket.index)
         values, residual = self._values.copy_(bucket.residual), bucket.residual
-        roads: list[Road] = [channel.average(values, self._invalid, derive(key, step.rank))]
+        parts: list[Exchange] = [channel.average(values, self._invalid, derive(key, step.rank))]
         if not step.compared:  # no other message shows whether the ranks are in the same step, with the same options
             digest = torch.full((1,), step.digest % LIMIT, dtype=torch.int64, device=bucket.device)
-            roads.insert(0, self._agreement.compare(digest))
-        mean, error = (yield from together(roads))[-1]
+            parts.insert(0, self._agreement.compare(digest))
+        mean, error = (yield from together(parts))[-1]
         self._sent = self._feedback
         # Free on the CPU; a GPU would be synchronised.
         finite = mean.is_cpu and bool(mean.sum().isfinite())

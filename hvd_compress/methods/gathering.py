@@ -31,11 +31,17 @@ class GatherWork(SparseWork):
             yield from super().send()
             return
         assert isinstance(channel, GatherChannel)
-        gathered = yield allgather(decider.encode(self._scoring), "indices")
-        places = decider.decode(gathered, channel.ranks)
-        self.velocity.rest()
-        values = decider.picker.gather(bucket.residual, self.values.payload)
-        gathered = yield allgather(channel.encode(values, self.values.invalid), "values")
+        indices, values = allgather(decider.encode(self._scoring), "indices"), self.values.payload
+        if self.velocity.memory is None:
+            decider.picker.gather(bucket.residual, values)
+            codes = allgather(channel.encode(values, self.values.invalid), "values")
+            places, gathered = yield indices, codes
+            places = decider.decode(places, channel.ranks)
+        else:  # values depend on the pieces for which other ranks have gradients
+            places = decider.decode((yield indices), channel.ranks)
+            self.velocity.rest()
+            decider.picker.gather(bucket.residual, values)
+            gathered = yield allgather(channel.encode(values, self.values.invalid), "values")
         mean, decoded = torch.zeros_like(bucket.residual), torch.empty_like(values)
         for rank, place in enumerate(places):
             channel.decode_rank(gathered, rank, decoded, add=False)

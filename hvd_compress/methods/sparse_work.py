@@ -12,7 +12,7 @@ from ..codecs import Averaged, Codec
 from ..engine.agreement import Agreement
 from ..engine.bucket import Bucket, Piece
 from ..engine.collectives import Collectives
-from ..engine.exchange import Exchange
+from ..engine.exchange import Exchange, together
 from ..engine.rng import derive
 from ..engine.state import Tree
 from ..engine.work import Part, Step, Work
@@ -170,13 +170,14 @@ class SparseWork(Work):
     def exchange(self) -> Exchange:
         # Before entries are subtracted from the residual.
         importance = self.importance() if self.step.every(self._sending.budget_interval) else None
-        yield from self.send()
+        parts = [self.send()]
         if importance is not None:
-            yield from self._shares.follow(importance)
+            parts.append(self._shares.follow(importance))
+        yield from together(parts)
 
     def agree(self) -> Exchange:
         """Yields requests until all ranks know the same entries."""
-        yield from self.decider.agree(self._scoring)
+        yield from self.decider.agree(self._scoring, self.values.channel.first_requests())
         self.velocity.rest()
 
     def average(self) -> Averaged:

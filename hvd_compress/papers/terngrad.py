@@ -11,7 +11,7 @@ from ..codecs.base import Averaged, Channel, Codec, invalidate
 from ..codecs.coded_gather import floats
 from ..codecs.scales import Moments
 from ..engine.arguments import NamedParameters, check_number
-from ..engine.collectives import allgather, allreduce
+from ..engine.collectives import Request, allreduce
 from ..methods.every_entry import EveryEntry
 from ..reference.scales import bounded
 
@@ -80,7 +80,7 @@ class _TernaryChannel(Channel):
         limit = torch.repeat_interleave(scale.float(), self.edges.diff(), output_size=self.count)
         clipped = torch.minimum(torch.maximum(values, -limit), limit)
         scale = bounded(scale).masked_fill(invalid != 0, float("nan")).float()
-        gathered = yield allgather(scale.view(torch.uint8), "values", then="encode")
+        gathered = yield Request("allgather", scale.view(torch.uint8), "values", then="encode")
         theirs = floats(gathered).view(self.ranks, -1)
         step = bounded(theirs.nan_to_num(nan=0.0).amax(0)).float()
         # Integers of 2 bits are -1, 0 and 1.

@@ -35,9 +35,9 @@ class Decider(abc.ABC):
         self.picker.begin(seed)
 
     @abc.abstractmethod
-    def agree(self, scoring: Scoring) -> Deciding:
-        """Exchanges until all ranks know the same entries: ``picker.indices``. Raises ``RuntimeError``, on every rank,
-        if they have decided differently."""
+    def agree(self, scoring: Scoring, following: tuple[Request, ...]) -> Deciding:
+        """Exchanges until all ranks know the same entries: ``picker.indices``. ``following``: what they ask for then.
+        Raises ``RuntimeError``, on every rank, if they have decided differently."""
 
     def draw(self, scoring: Scoring) -> Draw:
         """The slots that this rank picks, as arguments of the operators."""
@@ -53,7 +53,7 @@ class Decider(abc.ABC):
 class Shared(Decider):
     """The same entries on all ranks, without a leader."""
 
-    def agree(self, scoring: Scoring) -> Deciding:
+    def agree(self, scoring: Scoring, following: tuple[Request, ...]) -> Deciding:
         # No other message shows whether the ranks select alike. In every step: all ranks have to take part.
         digest = torch.full((1,), self.digest() % LIMIT, dtype=torch.int64, device=self.device)
         yield from self.agreement.compare((digest + self.picker.checksum()) % LIMIT)
@@ -82,9 +82,9 @@ class Leaders(Decider):
         # In every step: other ranks may check in steps in which this one does not.
         self.message[: self._digest_length].view(torch.int32).fill_(self.digest() & 0x7FFFFFFF)
 
-    def agree(self, scoring: Scoring) -> Deciding:
+    def agree(self, scoring: Scoring, following: tuple[Request, ...]) -> Deciding:
         self.complete(scoring)
-        gathered = yield allgather(self.message, "indices")
+        gathered = yield allgather(self.message, "indices", following=following)
         by_rank = self.indices_by_rank(gathered, self.ranks).view(self.ranks, -1, self.run)
         # In slot order. Not by an index tensor, whose copy to a GPU would synchronise it.
         in_order = torch.stack([by_rank[rank] for rank in self.seed.order], dim=1)

@@ -199,7 +199,7 @@ def test_a_disagreement_is_remembered_until_it_is_checked():
         agreement.begin(begun)
         agreement._looks = number == 2
         decider.begin(StepSeed.draw(begun, 0))
-        exchange = decider.agree(Scoring())
+        exchange = decider.agree(Scoring(), ())
         ours = next(exchange).tensor
         with suppress(StopIteration):
             exchange.send(torch.cat([ours, ours + other_digest]))

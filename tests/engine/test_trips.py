@@ -16,9 +16,8 @@ STEPS = {
         quantized quantized-1 quantized-8 quantized-forgetful qsgd qsgd-feedback none none-fp16""",
     3: """iwp iwp-fp16 iwp-fp32 iwp-one-leader iwp-no-means iwp-sparse iwp-half iwp-dense-fp16 iwp-lanes2 iwp-lanes16
         iwp-range8 iwp-lloyd1 fft demo mipd mipd-whole slimdp mp2 mp2-guessing mp2-silent terngrad terngrad-feedback""",
-    4: "powersgd powersgd-fp32",
-    # In this step, budgets are exchanged at the end.
-    5: "iwp-lanes4 iwp-lloyd4 fft-range10 demo-range8 mipd-lloyd4 slimdp-fp32",
+    # The last six exchange budgets in this step, too.
+    4: "powersgd powersgd-fp32 iwp-lanes4 iwp-lloyd4 fft-range10 demo-range8 mipd-lloyd4 slimdp-fp32",
 }
 STEPS = {name: trips for trips, names in STEPS.items() for name in names.split()}
 LOCAL = {
