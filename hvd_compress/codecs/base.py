@@ -59,7 +59,7 @@ class Channel(abc.ABC):
         self.quantization_error = torch.empty(self.count, dtype=torch.float32, device=self.device)
 
     def first_requests(self) -> tuple[Request, ...]:
-        """Those with which the next :meth:`average` will begin, if they are known before."""
+        """The requests with which the next :meth:`average` will begin, if they are known before."""
         return ()
 
     @abc.abstractmethod

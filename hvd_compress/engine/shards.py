@@ -33,7 +33,7 @@ def place_in_mesh(tensor: Tensor) -> list[int]:
 
 
 def process_groups(tensors: Iterable[Tensor]) -> list[Any]:
-    """Those of the ranks that share DTensors: one for each dimension of each of their meshes."""
+    """The groups of the ranks that share DTensors: one for each dimension of each of their meshes."""
     meshes = dict.fromkeys(cast(Any, tensor).device_mesh for tensor in tensors if is_sharded(tensor))
     return [mesh.get_group(dimension) for mesh in meshes for dimension in range(mesh.ndim)]
 
