@@ -126,7 +126,7 @@ class HorovodCollectives:
         return _registries.of(self._set, self.generation())
 
     def sums(self, tensor: Tensor) -> bool:
-        """False for int64 on a GPU: Horovod 0.28.1 multiplies what is fused there by 1.0, and bits beyond 53 are lost."""
+        """False for int64 on a GPU: Horovod 0.28.1 multiplies what it fuses by 1.0, and bits beyond 53 are lost."""
         return tensor.dtype != torch.int64 or averaging_device(tensor.device).type != "cuda"
 
     def may_differ(self, device: torch.device) -> bool:
