@@ -10,7 +10,7 @@ from .base import Compressor
 
 
 class NoCompression(Compressor):
-    r"""No compression: every gradient is averaged whole, by the host's own allreduce.
+    r"""No compression: every gradient is averaged whole.
 
     A baseline with the statistics, checks and checkpoints of the other methods; a switch for compression in a script;
     with :class:`~hvd_compress.LocalSteps`, plain local SGD and DiLoCo. On rank i of N, with gradient g_i::
@@ -19,7 +19,7 @@ class NoCompression(Compressor):
         g = s/N sum_i float16(g_i / s)            values="fp16"; s: the loss scale with grad_scaler=, otherwise 1
 
     Each gradient is an allreduce of Horovod's optimizer, which fuses them; under DistributedDataParallel, each of its
-    buckets is one. Nothing is kept from step to step. A gradient that is not finite reaches all ranks; with float16,
+    buckets is one, or on Gloo a reduce-scatter and an allgather. Nothing is kept from step to step. A gradient that is not finite reaches all ranks; with float16,
     so does one of which an entry, or the sum of an entry over the ranks, exceeds 65504.
 
     Example::
