@@ -19,8 +19,9 @@ class NoCompression(Compressor):
         g = s/N sum_i float16(g_i / s)            values="fp16"; s: the loss scale with grad_scaler=, otherwise 1
 
     Each gradient is an allreduce of Horovod's optimizer, which fuses them; under DistributedDataParallel, each of its
-    buckets is one, or on Gloo a reduce-scatter and an allgather. Nothing is kept from step to step. A gradient that is not finite reaches all ranks; with float16,
-    so does one of which an entry, or the sum of an entry over the ranks, exceeds 65504.
+    buckets is one, or on Gloo a reduce-scatter and an allgather. Nothing is kept from step to step. A gradient that is
+    not finite reaches all ranks; with float16, so does one of which an entry, or the sum of an entry over the ranks,
+    exceeds 65504.
 
     Example::
 
