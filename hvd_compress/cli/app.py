@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -72,16 +73,25 @@ def _make_folder(file: Path | None) -> None:
 def doctor(
     timeout: Timeout = 120,
     exchange: Annotated[bool, typer.Option(help="Launch two ranks that exchange gradients.")] = True,
+    network: Annotated[
+        bool, typer.Option("--network", help="Check the network between ranks that torchrun has started, and only it.")
+    ] = False,
 ) -> None:
     """Checks the installation: versions, operators, backends, and whether two ranks exchange.
 
     Exit status 1 if anything is wrong. Each fault is printed with the command that repairs it, or with one that shows
     more about it.
     """
-    from .doctor import examine
+    from .doctor import between_ranks, examine
+    from .ranks import Ddp
 
+    if network and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise typer.BadParameter("--network is for two ranks or more: torchrun ... -m hvd_compress doctor --network")
+    host = Ddp() if network else None
     with console.status("checking"):
-        findings = list(examine(timeout, exchange))
+        findings = list(examine(timeout, exchange)) if host is None else between_ranks(host)
+    if host is not None and host.rank:
+        host.close()
     table = Table("", "found", "")
     for finding in findings:
         table.add_row(finding.item, escape(finding.found), "[red]wrong[/]" if finding.fault else "[green]ok[/]")
@@ -91,7 +101,9 @@ def doctor(
         console.print(f"[red]{finding.item}:[/] {escape(finding.fault)}", highlight=False)
         console.print(f"  [bold]{escape(finding.cure)}[/]", highlight=False, soft_wrap=True)
     console.print("Something is wrong." if faults else "All is well.")
-    raise typer.Exit(1 if faults else 0)
+    if host is not None:
+        host.close(min(1, len(faults)))
+    raise typer.Exit(min(1, len(faults)))
 
 
 @app.command()

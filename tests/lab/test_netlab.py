@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -134,6 +135,14 @@ def seconds_of(sizes):
 def test_a_round_trip_takes_two_delays(hosts, delay):
     hosts(2, "none", f"{delay}ms")
     assert 2 * delay <= 1000 * min(seconds_of([1] * 10)) < 2 * delay + 20
+
+
+def test_doctor_measures_the_round_trips_between_hosts(hosts):
+    pytest.importorskip("typer", reason="the extra [cli] is not installed")
+    hosts(3, "none", "20ms")
+    output = launch("lab/netlab.sh", [*LAB, "run", "--ddp", "3", "-m", "hvd_compress", "doctor", "--network"], 100)
+    median = re.search(r"median ([\d.]+) ms; longest", output)
+    assert median and 40 <= float(median[1]) < 60, output[-3000:]
 
 
 @pytest.mark.parametrize(
