@@ -37,8 +37,8 @@ def is_manager(value: object) -> bool:
 
 
 class _Handle:
-    def __init__(self, work: Any, output: Tensor) -> None:
-        self._work, self._output = work, output
+    def __init__(self, works: list[Any], output: Tensor) -> None:
+        self._works, self._output = works, output
 
     def done(self) -> bool:
         return False  # the order of collectives must not depend on timing
@@ -46,10 +46,10 @@ class _Handle:
     def result(self, timeout: float = math.inf) -> Tensor:
         """Waits as long as the process group's own timeout."""
         try:
-            arrived = self._work.wait()
+            arrived = [work.wait() for work in self._works]
         except _LOST as error:
             raise PeerLost(f"a collective of torchft's process group has failed: {error}") from error
-        if arrived is False:
+        if False in arrived:
             raise PeerLost("a collective of torchft's process group was aborted")
         return self._output
 
@@ -115,7 +115,8 @@ class TorchftCollectives:
         self._replica_group = ReplicaGroup(manager)
         self.group_size = self._replica_group.size
         self.rank, self.size = 0, 1
-        self._quorum, self._step = -1, 0
+        # ``_sent``: direct messages so far, by which peers match them; each commit has numbered as many.
+        self._quorum, self._step, self._sent = -1, 0, 0
         # Whether the ranks are as in the last quorum, if that has the same number.
         self._settled = False
         self._device = torch.device("cpu")
@@ -137,7 +138,7 @@ class TorchftCollectives:
         raise ValueError("nodes= does not go with a torchft.Manager: ranks inside a replica group are FSDP2's")
 
     def sums(self, tensor: Tensor) -> bool:
-        return True
+        return not self._is_direct(tensor)
 
     def may_differ(self, device: torch.device) -> bool:
         return False
@@ -150,16 +151,35 @@ class TorchftCollectives:
         try:
             if request.verb == "allreduce":
                 output = tensor.clone()
-                work = group.allreduce([output], c10d.AllreduceOptions())
+                works = [group.allreduce([output], c10d.AllreduceOptions())]
             elif request.verb == "allgather":
                 output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-                work = group.allgather_into_tensor_coalesced([output], [tensor], c10d.AllgatherOptions())
+                if self._is_direct(tensor):
+                    works = self._messages([tensor] * self.size, output)
+                else:
+                    works = [group.allgather_into_tensor_coalesced([output], [tensor], c10d.AllgatherOptions())]
             else:
                 output = torch.empty_like(tensor)
-                work = group.alltoall_base(output, tensor, [], [], c10d.AllToAllOptions())
+                if self._is_direct(tensor):
+                    works = self._messages([*tensor.tensor_split(self.size)], output)
+                else:
+                    works = [group.alltoall_base(output, tensor, [], [], c10d.AllToAllOptions())]
         except _LOST as error:
             return _Failed(PeerLost(f"a collective of torchft's process group did not start: {error}"))
-        return _Handle(work, output)
+        return _Handle(works, output)
+
+    def _is_direct(self, tensor: Tensor) -> bool:
+        return bool(tensor.is_cpu and self._group.getBackendName() == "torchft-gloo")
+
+    def _messages(self, parts: list[Tensor], output: Tensor) -> list[Any]:
+        """Sends ``parts[r]`` to rank r, whose message is the r-th part of ``output``, as :mod:`.direct` does. Returns
+        the works."""
+        group, rank, size = self._group, self.rank, self.size
+        self._sent += 1
+        rows, later = output.tensor_split(size), [(rank + turn) % size for turn in range(1, size)]
+        rows[rank].copy_(parts[rank])
+        receives = [group.recv([rows[peer]], peer, self._sent) for peer in reversed(later)]
+        return receives + [group.send([parts[peer]], peer, self._sent) for peer in later]
 
     # See Membership.
 
@@ -197,6 +217,7 @@ class TorchftCollectives:
         self.rank, self.size = rank, manager.num_participants()
         self._quorum, self._step = manager._quorum_id, manager.current_step()
         changed, self._settled = self._quorum != before or not self._settled, True
+        self._sent = 0 if changed else self._sent
         return changed
 
     def _vote(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 console = Console()
-_COLUMNS = ("sent MB", "compress ms", "exchange ms", "step ms", "break-even")
+_COLUMNS = ("sent MB", "trips", "compress ms", "exchange ms", "step ms", "break-even")
 
 
 def _finite(number: float) -> float:
@@ -72,16 +73,25 @@ def _make_folder(file: Path | None) -> None:
 def doctor(
     timeout: Timeout = 120,
     exchange: Annotated[bool, typer.Option(help="Launch two ranks that exchange gradients.")] = True,
+    network: Annotated[
+        bool, typer.Option("--network", help="Check the network between ranks that torchrun has started, and only it.")
+    ] = False,
 ) -> None:
     """Checks the installation: versions, operators, backends, and whether two ranks exchange.
 
     Exit status 1 if anything is wrong. Each fault is printed with the command that repairs it, or with one that shows
     more about it.
     """
-    from .doctor import examine
+    from .doctor import between_ranks, examine
+    from .ranks import Ddp
 
+    if network and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise typer.BadParameter("--network is for two ranks or more: torchrun ... -m hvd_compress doctor --network")
+    host = Ddp() if network else None
     with console.status("checking"):
-        findings = list(examine(timeout, exchange))
+        findings = list(examine(timeout, exchange)) if host is None else between_ranks(host)
+    if host is not None and host.rank:
+        host.close()
     table = Table("", "found", "")
     for finding in findings:
         table.add_row(finding.item, escape(finding.found), "[red]wrong[/]" if finding.fault else "[green]ok[/]")
@@ -91,7 +101,9 @@ def doctor(
         console.print(f"[red]{finding.item}:[/] {escape(finding.fault)}", highlight=False)
         console.print(f"  [bold]{escape(finding.cure)}[/]", highlight=False, soft_wrap=True)
     console.print("Something is wrong." if faults else "All is well.")
-    raise typer.Exit(1 if faults else 0)
+    if host is not None:
+        host.close(min(1, len(faults)))
+    raise typer.Exit(min(1, len(faults)))
 
 
 @app.command()
@@ -99,7 +111,7 @@ def estimate(
     model: Model,
     ranks: Annotated[int, typer.Option(min=2, max=4096, help="Number of ranks.")],
     bandwidth: Annotated[str, typer.Option(help="Rate of each host's link, as 100mbit or 10gbit; none: unlimited.")],
-    latency: Annotated[str, typer.Option(help="Time of a message from one host to the next, as 50us.")] = "50us",
+    round_trip: Annotated[str, typer.Option(help="Between two hosts, as ping measures it: 50ms, or 100us.")] = "100us",
     optimizer: Annotated[
         Literal["sgd", "adamw", "muon"],
         typer.Option(help="Your optimizer. Only methods that train well with it, or in its place, are recommended."),
@@ -132,7 +144,7 @@ def estimate(
 
     try:
         named = shapes.named(model)
-        bits, seconds = network.bandwidth(bandwidth), network.duration(latency)
+        bits, seconds = network.bandwidth(bandwidth), network.duration(round_trip)
         inside_bits = network.bandwidth(inside)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -143,21 +155,21 @@ def estimate(
     kernels, measured, nodes = Kernels(sizes), {}, _nodes(ranks, ranks_per_node)
     net = network.Network(bits, seconds, ranks_per_node, inside_bits)
     with console.status("measuring") as status:
-        # Local steps take no signs, which DeMo gives.
-        for method in (method for method in METHODS if not local_steps or not method.startswith("DeMo")):
+        # Local steps take neither signs, which DeMo gives, nor momentum, which DGC has.
+        for method in (name for name in METHODS if not local_steps or not name.startswith(("DeMo", "DGC"))):
             status.update(f"measuring {method}")
             measured[method] = kernels.measure(method, nodes, ranks_per_node)
     found = model_of.estimates(model_of.Model(sizes, compute_ms / 1e3), net, measured, optimizer, local_steps)
     table = Table("method", *(Column(text, justify="right") for text in _COLUMNS))
     best = model_of.winner(found, optimizer)
     for one in found:
-        numbers = [1e3 * one.compress, 1e3 * one.exchange, 1e3 * one.step]
-        cells = [f"{one.bytes / 1e6:,.2f}", *(f"{number:,.1f}" for number in numbers), model_of.rate(one.break_even)]
+        numbers = [f"{1e3 * seconds:,.1f}" for seconds in (one.compress, one.exchange, one.step)]
+        cells = [f"{one.bytes / 1e6:,.2f}", f"{one.trips}", *numbers, model_of.rate(one.break_even)]
         name = one.method if one.allowed else f"{one.method} *"
         table.add_row(name, *cells, style="bold" if one is best else "" if one.allowed else "dim")
     parameters = sum(math.prod(shape) for shape in sizes)
     where = f"{ranks} ranks" + (f" on {nodes} nodes" if ranks_per_node > 1 else "")
-    console.print(f"{model}: {parameters:,} parameters, {where}, {bandwidth}, latency {latency}, {optimizer}")
+    console.print(f"{model}: {parameters:,} parameters, {where}, {bandwidth}, round trip {round_trip}, {optimizer}")
     console.print(table)
     if ranks_per_node > 1:
         milliseconds = 1e3 * max(one.inside for one in found)
@@ -167,7 +179,8 @@ def estimate(
         console.print(f"{who}: one exchange in {several[0].local_steps} steps, means over these", style="dim")
     if optimizer != "sgd":
         console.print(f"* not advised with {optimizer} (docs/choosing.md)", style="dim")
-    console.print(model_of.verdict(found, optimizer, not compute_ms), highlight=False)
+    sentences = model_of.verdict(found, optimizer, not compute_ms), model_of.bound_by_delay(best, net)
+    console.print(*filter(None, sentences), sep="\n", highlight=False)
     if json_file:
         rows = [asdict(one) for one in found]
         json_file.write_text(json.dumps({"winner": best.method, "rows": rows}, indent=1) + "\n")

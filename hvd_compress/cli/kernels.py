@@ -36,11 +36,11 @@ def sample(shapes: Sequence[Shape]) -> tuple[list[Shape], float]:
 @dataclass(frozen=True)
 class Measured:
     """The figures of one rank in an exchange of all gradients: seconds of processor time, bytes sent to other ranks,
-    and ``hops``, the messages of a bucket that wait for each other."""
+    and ``trips``, the messages between hosts that it waits for, one after the other."""
 
     seconds: float
     bytes: float
-    hops: float
+    trips: int
 
 
 class Kernels:
@@ -66,13 +66,13 @@ class Kernels:
             size = min(self._total, MOST)
             copies = _copies(size, method) * self._total / size
             if method in BASELINES:
-                ranks *= per_node
-                return Measured(copies, ring_bytes("allreduce", known.width * self._total, ranks), 2 * (ranks - 1))
+                sent = ring_bytes("allreduce", known.width * self._total, ranks * per_node)
+                return Measured(copies, sent, 2 * (ranks - 1))
             compressed = sum(map(math.prod, self._compressed))
             uncompressed = ring_bytes("allreduce", known.width * (self._total - compressed), ranks)
-            one = self._exchange(known, ranks) if self._model else Measured(0.0, 0.0, 0)
+            one = self._exchange(known, ranks) if self._model else Measured(0.0, 0.0, known.trips)
             seconds = copies * (1 if per_node == 1 else 2) + one.seconds / per_node
-            return Measured(seconds, one.bytes + uncompressed, one.hops + 2 * (ranks - 1))
+            return Measured(seconds, one.bytes + uncompressed, known.trips)
         finally:
             torch.set_num_threads(threads)
 
@@ -82,12 +82,12 @@ class Kernels:
         few, half = self._run(method, MOST_RANKS), self._run(method, MOST_RANKS // 2)
         growth = max(0.0, few.seconds - half.seconds) / (MOST_RANKS - MOST_RANKS // 2)
         more = (ranks - 1) / (MOST_RANKS - 1)
-        return Measured(few.seconds + growth * (ranks - MOST_RANKS), more * few.bytes, more * few.hops)
+        return Measured(few.seconds + growth * (ranks - MOST_RANKS), more * few.bytes, few.trips)
 
     def _run(self, method: Method, ranks: int) -> Measured:
         """Runs the compressor on the sample. Returns the figures of all compressed tensors: the median time of a step,
-        and the bytes and hops of the last one."""
-        mirror, found, hops = Mirror(ranks, time.thread_time), list[float](), 0
+        and the bytes of the last one."""
+        mirror, found = Mirror(ranks, time.thread_time), list[float]()
         assert self._model is not None
         compression = method.build(self._model.named_parameters(), collectives=mirror)
         for _ in range(WARMUP + STEPS):
@@ -95,14 +95,13 @@ class Kernels:
             for parameter, gradient in zip(self._model.parameters(), self._model.prepared, strict=True):
                 parameter.grad = gradient.clone()
             grads = [p.grad for p in self._model.parameters() if p.grad is not None]
-            begin, idle, hops = time.thread_time(), mirror.seconds, mirror.hops
+            begin, idle = time.thread_time(), mirror.seconds
             for payload, context in [compression.compress(grad) for grad in reversed(grads)]:
                 compression.decompress(payload, context)
             found.append(time.thread_time() - begin - (mirror.seconds - idle))
         payloads = compression.stats()["last"]["wire_bytes"]
         more = sum(map(method.size, self._compressed)) / sum(map(method.size, self._sample))
-        each = (mirror.hops - hops) / len(compression.buckets)
-        return Measured(statistics.median(found[WARMUP:]) * self._factor, payloads * more, each)
+        return Measured(statistics.median(found[WARMUP:]) * self._factor, payloads * more, method.trips)
 
 
 def _copies(size: int, method: str) -> float:

@@ -29,6 +29,7 @@ class Method:
         optimizers: with which it trains well, or in whose place (docs/choosing.md).
         local_steps: steps between two exchanges.
         width: bytes of an uncompressed entry.
+        trips: messages between hosts that a step waits for, one after the other; those of all buckets at the same time.
         gathers: whether each rank receives the payloads of all others, so that its work grows with the ranks.
         size: of a parameter's shape: its share of the payload is in proportion to it.
     """
@@ -37,6 +38,7 @@ class Method:
     optimizers: tuple[str, ...] = ("sgd",)
     local_steps: int = 1
     width: int = 4
+    trips: int = 2
     gathers: bool = False
     size: Callable[[Shape], int] = math.prod
 
@@ -44,21 +46,21 @@ class Method:
 _ANY, _ADAM = ("sgd", "adamw", "muon"), ("sgd", "adamw")
 METHODS: dict[str, Method] = {
     "low_bit": Method(partial(hvd_compress.Quantized, bits=2, dense_values="fp16"), _ANY, local_steps=3, width=2),
-    "DeMo": Method(hvd_compress.DeMo, _ADAM),
-    "IWP": Method(hvd_compress.IWP),
-    "IWP, lloyd4": Method(partial(hvd_compress.IWP, values="lloyd4")),
-    "FFT": Method(hvd_compress.FFT),
-    "MIPD": Method(hvd_compress.MIPD),
-    "SlimDP": Method(hvd_compress.SlimDP),
-    "MP2": Method(hvd_compress.MP2),
+    "DeMo": Method(hvd_compress.DeMo, _ADAM, trips=3),
+    "IWP": Method(hvd_compress.IWP, trips=3),
+    "IWP, lloyd4": Method(partial(hvd_compress.IWP, values="lloyd4"), trips=3),
+    "FFT": Method(hvd_compress.FFT, trips=3),
+    "MIPD": Method(hvd_compress.MIPD, trips=3),
+    "SlimDP": Method(hvd_compress.SlimDP, trips=3),
+    "MP2": Method(hvd_compress.MP2, trips=3),
     "FFT, gather": Method(partial(hvd_compress.FFT, exchange="gather"), gathers=True),
     "DeMo, gather": Method(partial(hvd_compress.DeMo, exchange="gather", density=1 / 64), _ADAM, gathers=True),
     "TopK": Method(hvd_compress.TopK, gathers=True),
     "DGC": Method(hvd_compress.DGC, gathers=True),
-    "PowerSGD": Method(hvd_compress.PowerSGD, size=_sides),
+    "PowerSGD": Method(hvd_compress.PowerSGD, size=_sides, trips=4),
     "Quantized": Method(hvd_compress.Quantized, _ADAM),
     "QSGD": Method(hvd_compress.QSGD, _ADAM, gathers=True),
-    "TernGrad": Method(hvd_compress.TernGrad, _ADAM),
+    "TernGrad": Method(hvd_compress.TernGrad, _ADAM, trips=3),
     "dense": Method(hvd_compress.NoCompression, _ANY),
     "fp16": Method(partial(hvd_compress.NoCompression, values="fp16"), _ANY, width=2),
 }

@@ -23,10 +23,10 @@ def bandwidth(text: str) -> float:
 
 
 def duration(text: str) -> float:
-    """Seconds from a text such as ``50us``. Raises ``ValueError`` for another text."""
+    """Seconds from a text such as ``50ms``. Raises ``ValueError`` for another text."""
     seconds = _quantity(text, _SECONDS)
     if seconds is None:
-        raise ValueError(f"a duration is a number and us, ms or s, as 50us; got {text!r}")
+        raise ValueError(f"a duration is a number and us, ms or s, as 50ms; got {text!r}")
     return seconds
 
 
@@ -37,24 +37,24 @@ def _quantity(text: str, units: Mapping[str, float]) -> float | None:
 
 @dataclass(frozen=True)
 class Network:
-    """Links of hosts, in a ring.
+    """Links of hosts.
 
     Args:
         bits: per second, of each host's link.
-        latency: seconds from one host to the next.
+        round_trip: seconds of the smallest message from one host to another one and back, as ping measures it.
         per_node: ranks of a host that share its exchange; 1 without two levels.
         inside_bits: per second, of the connection of each rank inside its host.
     """
 
     bits: float
-    latency: float
+    round_trip: float
     per_node: int = 1
     inside_bits: float = math.inf
 
-    def seconds(self, sent: float, hops: float) -> float:
-        """The time of an exchange that sends so many bytes over a link, with ``hops`` messages that wait for each
+    def seconds(self, sent: float, trips: int = 0) -> float:
+        """The time of an exchange that sends so many bytes over a link, with ``trips`` messages that wait for each
         other."""
-        return 8 * sent / (self.bits * PAYLOAD) + self.latency * hops
+        return 8 * sent / (self.bits * PAYLOAD) + self.round_trip / 2 * trips
 
     def inside(self, entries: int) -> float:
         """Seconds to sum ``entries`` of float32 gradients inside a host, and to send the averages to its ranks."""

@@ -2,10 +2,12 @@
 
 import os
 import pickle
+import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +123,22 @@ class Ddp(Horovod):
         parts = [torch.empty_like(padded) for _ in sizes]
         self._dist.all_gather(parts, padded)
         return [pickle.loads(bytes(part[: int(n)].tolist())) for part, n in zip(parts, sizes, strict=True)]
+
+    def round_trips(self) -> list[float]:
+        """The median seconds of the smallest message to each higher rank and back. All ranks call it: in each turn,
+        every one measures with another one."""
+        found, byte = [0.0] * self.size, torch.zeros(1, dtype=torch.uint8, device="cpu")
+        turns = range(1, 1 << (self.size - 1).bit_length())
+        for peer in [self.rank ^ turn for turn in turns if self.rank ^ turn < self.size]:
+            seconds = []
+            # Posted before: Gloo sends at once what is awaited.
+            for tag, work in enumerate([self._dist.irecv(byte.clone(), peer, tag=tag) for tag in range(6)]):
+                begin = time.perf_counter()
+                for sends in (self.rank < peer, self.rank > peer):
+                    self._dist.send(byte, peer, tag=tag) if sends else cast(Any, work).wait()
+                seconds.append(time.perf_counter() - begin)
+            found[peer] = statistics.median(seconds[1:])
+        return found
 
     def close(self, status: int = 0) -> None:
         self._dist.destroy_process_group()

@@ -18,10 +18,11 @@ ROOT = LAB.parents[1]
 
 
 class Hosts:
-    """Network namespaces of scripts/lab/netlab.sh, so many, each with a link of this rate. Needs root."""
+    """Network namespaces of scripts/lab/netlab.sh, so many, each with a link of this rate, and ``links``, its further
+    arguments. Needs root."""
 
-    def __init__(self, count, rate):
-        self._lab, self._arguments = f"c{os.getpid()}", (str(count), rate)
+    def __init__(self, count, rate, *links):
+        self._lab, self._arguments = f"c{os.getpid()}", (str(count), rate, *links)
         self.numbers = range(1, count)
 
     def __enter__(self):

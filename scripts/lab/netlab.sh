@@ -79,8 +79,8 @@ up() {
     ip link set "${lab}lab$i" master "${lab}lab" up
     ip -n "$host" addr add "10.77.0.$((i + 1))/24" dev eth0
     ip -n "$host" link set eth0 up
-    [[ $rate == none ]] ||
-      ip netns exec "$host" tc qdisc add dev eth0 root tbf rate "$rate" burst "$burst" latency 100ms
+    ((sent == 0)) ||
+      ip netns exec "$host" tc qdisc add dev eth0 root tbf rate "${sent}bit" burst "$burst" latency 100ms
   done
 }
 

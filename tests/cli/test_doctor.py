@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from hvd_compress import ops
 from hvd_compress.cli import doctor, launchers
 from hvd_compress.cli.app import app
+from hvd_compress.cli.processes import run_group
 
 
 def run(*arguments):
@@ -127,6 +128,56 @@ def test_ranks_that_hang_are_killed(tmp_path):
     # A zombie of an init that does not reap counts as dead.
     state = subprocess.run(["ps", "-o", "stat=", "-p", pid.read_text()], capture_output=True, text=True, check=False)
     assert state.stdout.strip()[:1] in ("", "Z")
+
+
+class Ranks:
+    """Of hosts in this process: the settings of each, and the seconds to all higher ones."""
+
+    rank, size = 0, 3
+
+    def __init__(self, milliseconds, *settings):
+        trips = [[0.0, 1e-3, 1e-3 * milliseconds], [0.0, 0.0, 2e-3], [0.0, 0.0, 0.0]]
+        self._rows = [(f"host{n}", *pair, trips[n]) for n, pair in enumerate(settings)]
+
+    def round_trips(self):
+        return self._rows[0][-1]
+
+    def gather(self, row):
+        assert len(row) == len(self._rows[0])
+        return self._rows
+
+
+CUBIC, KEPT, BBR, UNKNOWN = ("1", "cubic"), ("0", "cubic"), ("1", "bbr"), ("unknown", "unknown")
+
+
+@pytest.mark.parametrize(
+    "milliseconds, settings, slow",
+    [
+        (50, (CUBIC, KEPT, CUBIC), "host0, host2"),
+        (50, (KEPT, BBR, UNKNOWN), ""),
+        (3, (CUBIC, CUBIC, CUBIC), ""),
+    ],
+)
+def test_the_network_between_ranks(milliseconds, settings, slow):
+    """What TCP forgets in a pause matters on links with a delay."""
+    trips, tcp = doctor.between_ranks(Ranks(milliseconds, *settings))
+    assert trips.found == f"median 2 ms; longest {milliseconds} ms, from host0 to host2" and not trips.fault
+    assert tcp.cure == (f"sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on {slow}" if slow else "")
+    assert bool(tcp.fault) == bool(slow) and all(control in tcp.found for _, control in settings)
+
+
+def test_the_network_between_launched_ranks(tmp_path):
+    """Three, each with two others: the first one prints."""
+    command, environment = launchers.torchrun(3, "hvd_compress", "doctor", "--network")
+    run_group(command, 100, tmp_path / "log", environment, "doctor")
+    output = (tmp_path / "log").read_text()
+    assert output.count("round trip") == 1 and "All is well" in output, output
+
+
+def test_the_network_is_for_several_ranks(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    done = run("doctor", "--network")
+    assert done.exit_code == 2 and "torchrun" in done.output
 
 
 def test_a_rank_alone_does_not_exchange():

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,9 @@ import formulas
 from tiny_model import TINY, TINY_SHAPES
 from typer.testing import CliRunner
 
-from hvd_compress import IWP
+from hvd_compress import IWP, LocalSteps
 from hvd_compress._version import __version__
+from hvd_compress.carriers.mirror import Mirror
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.cli import bench, doctor, estimate, kernels, methods, network, shapes
 from hvd_compress.cli.app import app
@@ -31,7 +33,8 @@ def on(bits, **more):
 def measured(method, seconds, ranks=4):
     """As if its compressor had been measured."""
     sends = formulas.messages(method, MODEL.shapes, ranks)
-    return kernels.Measured(seconds, formulas.sent(sends, ranks), len(sends) * (ranks - 1))
+    trips = 2 * (ranks - 1) if method in methods.BASELINES else methods.METHODS[method].trips
+    return kernels.Measured(seconds, formulas.sent(sends, ranks), trips)
 
 
 @pytest.mark.parametrize("name, entries, tensors", [("resnet50", 25_557_032, 161), ("gpt2", 124_439_808, 148)])
@@ -92,7 +95,7 @@ def test_a_sample_stands_for_the_whole_model():
 
 def test_texts():
     assert network.bandwidth("2.5gbit") == 2.5e9 and network.bandwidth("none") == math.inf
-    assert network.duration("50us") == pytest.approx(5e-5)
+    assert network.duration("50ms") == pytest.approx(5e-2)
     for text in ("fast", "1..2gbit", "0mbit", "gbit"):
         with pytest.raises(ValueError, match="a bandwidth is"):
             network.bandwidth(text)
@@ -225,10 +228,37 @@ def test_a_sample_sends_its_share(monkeypatch):
         assert kernels.Kernels(sizes).measure(method, 4).bytes == pytest.approx(want, rel=0.01)
 
 
-def test_latency_counts_for_every_collective():
-    # An index gather of 3 hops, a ring of 6, and a ring for what is not compressed.
-    assert kernels.Kernels(TINY_SHAPES).measure("IWP", 4).hops == 15
-    assert replace(on(math.inf), latency=1e-3).seconds(1e9, 15) == pytest.approx(15e-3)
+def test_hosts_in_a_ring_wait_for_each_other():
+    """Four, of eight ranks: a part of a sum passes three links, and its average, too."""
+    assert kernels.Kernels(TINY_SHAPES).measure("dense", 4, 8).trips == 6
+    assert kernels.Kernels(TINY_SHAPES).measure("IWP", 4, 8).trips == methods.METHODS["IWP"].trips
+
+
+def test_a_step_waits_for_the_trips_of_its_last_bucket():
+    """Once in three local steps, if it exchanges so often."""
+    near, far = found_on(on(math.inf)), found_on(network.Network(math.inf, 0.1))
+    assert far["dense"].trips == far["fp16"].trips == 6
+    for name, one in far.items():
+        assert one.step - near[name].step == pytest.approx(0.05 * one.trips / one.local_steps)
+
+
+def test_an_exchange_that_is_bound_by_the_delay_is_named():
+    one, net = found_on(on(1e9))["low_bit"], network.Network(1e9, 0.1)
+    says = f"{one.trips} trips take {50 * one.trips:.1f} ms, its bytes {1e3 * net.seconds(3 * one.bytes):.1f} ms"
+    assert says in estimate.bound_by_delay(one, net)
+    assert not estimate.bound_by_delay(one, replace(net, bits=1e8))
+
+
+def test_a_method_that_takes_no_local_steps_is_left_out():
+    arguments = f"estimate --model {TINY} --ranks 2 --bandwidth 1mbit --round-trip 1s --local-steps 4".split()
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
+    assert done.exit_code == 0 and "round trip 1s" in done.output and "is bound by the delay" in done.output
+    for name, method in methods.METHODS.items():
+        model = torch.nn.Linear(64, 64)
+        built = method.build(model.named_parameters(), collectives=Mirror(2))
+        refused = pytest.raises(ValueError, match="local steps") if name not in done.output else nullcontext()
+        with refused:
+            LocalSteps(built, torch.optim.SGD(model.parameters()), 4)
 
 
 def test_a_real_call(tmp_path):

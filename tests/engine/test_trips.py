@@ -7,21 +7,29 @@ from methods import METHODS
 
 from hvd_compress import NoCompression, Quantized
 from hvd_compress.carriers.threads import ThreadCollectives
+from hvd_compress.cli.methods import METHODS as ESTIMATED
 
 #: Of a collective whose messages go from each rank to each other one. A sum is scattered, and its parts are gathered.
 TRIPS = {"allgather": 1, "alltoall": 1, "allreduce": 2}
 #: The methods by the trips of a step: one that adds a trip makes a step between sites slower by the delay of a link.
 STEPS = {
-    2: """iwp-range10-gather iwp-fp16-gather fft-gather fft-gather-bitmap demo-gather topk topk-range8 dgc
-        quantized quantized-1 quantized-8 quantized-forgetful qsgd qsgd-feedback none none-fp16""",
-    3: """iwp iwp-fp16 iwp-fp32 iwp-one-leader iwp-no-means iwp-sparse iwp-half iwp-dense-fp16 iwp-lanes2 iwp-lanes16
-        iwp-range8 iwp-lloyd1 fft demo mipd mipd-whole slimdp mp2 mp2-guessing mp2-silent terngrad terngrad-feedback""",
-    # The last six exchange budgets in this step, too.
-    4: "powersgd powersgd-fp32 iwp-lanes4 iwp-lloyd4 fft-range10 demo-range8 mipd-lloyd4 slimdp-fp32",
+    2: """iwp-range10-gather iwp-fp16-gather fft-gather-bitmap topk-range8 quantized-1 quantized-8 quantized-forgetful
+        qsgd-feedback none none-fp16""",
+    3: """iwp-fp16 iwp-fp32 iwp-one-leader iwp-no-means iwp-sparse iwp-half iwp-dense-fp16 iwp-lanes2 iwp-lanes16
+        iwp-range8 iwp-lloyd1 mipd-whole mp2-guessing mp2-silent terngrad-feedback""",
+    # All but the first exchange budgets in this step, too.
+    4: "powersgd-fp32 iwp-lanes4 iwp-lloyd4 fft-range10 demo-range8 mipd-lloyd4 slimdp-fp32",
 }
 STEPS = {name: trips for trips, names in STEPS.items() for name in names.split()}
+#: With their defaults, by their names in ``hvd-compress estimate``, which has their trips.
+DEFAULTS = {"Quantized": "quantized", "DeMo, gather": "demo-gather", "FFT, gather": "fft-gather"}
+DEFAULTS |= {
+    name: name.lower()
+    for name in ["DeMo", "IWP", "FFT", "MIPD", "SlimDP", "MP2", "TopK", "DGC", "PowerSGD", "QSGD", "TernGrad"]
+}
+STEPS |= {name: ESTIMATED[known].trips for known, name in DEFAULTS.items()}
 LOCAL = {
-    "low_bit": (dict(build=Quantized, restore_length=True), 2),
+    "low_bit": (dict(build=Quantized, restore_length=True), ESTIMATED["low_bit"].trips),
     "low_bit with a delay": (dict(build=Quantized, restore_length=True, delay=1), 2),
     "diloco": (dict(build=NoCompression), 2),
     "sparse": (dict(), 2),

@@ -21,7 +21,8 @@ from hvd_compress import (
     recipes,
     register_fsdp_hooks,
 )
-from hvd_compress.carriers.torchft import _Client
+from hvd_compress.carriers.torchft import TorchftCollectives, _Client
+from hvd_compress.engine.collectives import allgather, alltoall
 
 torchft = pytest.importorskip("torchft", reason="torchft is not installed")
 coordination = pytest.importorskip("torchft.coordination")
@@ -186,6 +187,29 @@ def test_a_quorum_that_has_failed_closes_the_connections_at_once(alone):
     abort.assert_called_once_with()
     optimizer.step()
     assert local.step()
+
+
+def test_what_peers_gather_goes_as_direct_messages_on_gloo(alone):
+    """In a trip, where Gloo's allgather takes N - 1 with handshakes. Receives are posted before."""
+    collectives, tensor = TorchftCollectives(alone), torch.arange(6.0)
+    collectives.rank, collectives.size, group = 1, 3, Mock()
+    group.getBackendName.return_value = "torchft-gloo"
+    with patch.object(alone, "_pg", group):
+        collectives.start(allgather(tensor), "x")
+        posted = [(call[0], call[1][0][0].tolist(), *call[1][1:]) for call in group.method_calls[1:]]
+        assert [(name, peer, tag) for name, _, peer, tag in posted] == [
+            ("recv", 0, 1), ("recv", 2, 1), ("send", 2, 1), ("send", 0, 1)
+        ]  # fmt: skip
+        assert all(data == tensor.tolist() for name, data, *_ in posted if name == "send")
+        group.reset_mock()
+        output = collectives.start(alltoall(tensor), "x")._output
+        posted = [(call[0], call[1][0][0].tolist(), *call[1][1:]) for call in group.method_calls[1:]]
+        assert posted[2:] == [("send", [4.0, 5.0], 2, 2), ("send", [0.0, 1.0], 0, 2)]
+        assert output[2:4].tolist() == [2.0, 3.0]
+        group.getBackendName.return_value = "torchft-nccl"
+        group.reset_mock()
+        collectives.start(allgather(tensor), "x")
+        assert not group.recv.called and group.allgather_into_tensor_coalesced.called
 
 
 def test_a_state_is_saved_and_loaded_by_any_peer(alone):
