@@ -89,6 +89,12 @@ class Member:
     def registry(self):
         return ThreadWorld(1).registries[0]
 
+    def sums(self, tensor):
+        return True
+
+    def may_differ(self, device):
+        return False
+
     def check_in(self):
         return list
 
