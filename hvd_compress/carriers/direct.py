@@ -30,7 +30,9 @@ class Direct:
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
-        self.group, self.rank, self.size = weakref.ref(group), distributed.get_rank(group), group.size()
+        self._group, self.rank, self.size = weakref.ref(group), group.rank(), group.size()
+        #: In turns, so that ranks do not all send to the same one first.
+        self.peers = [(self.rank + turn) % self.size for turn in range(1, self.size)]
         #: The last collective's number, which its messages have as a tag.
         self._begun = 0
         #: Those that are sent and have not ended, in the order of their starts; those whose receives are posted.
@@ -47,6 +49,12 @@ class Direct:
         if group not in _groups:
             _groups[group] = cls(group)
         return _groups[group]
+
+    @property
+    def group(self) -> distributed.ProcessGroup:
+        group = self._group()
+        assert group is not None  # the carrier has it
+        return group
 
     def meet(self, following: Iterable[Request]) -> None:
         """Called at each rendezvous of the ranks: what follows has the same numbers on all of them, whatever they have
@@ -98,23 +106,18 @@ class DirectHandle:
 
     def __init__(self, direct: Direct, number: int, output: Tensor) -> None:
         self._direct, self._output, self._rows = direct, output, output.tensor_split(direct.size)
+        self._peers = direct.peers if output.numel() else []
         self._tag = _TAGS + number % _TAGS
         self._works = deque[distributed.Work]()  # each as it is posted: the others' memory stays if one cannot be
-        # In turns, so that ranks do not all send to the same one first.
-        self._peers = [(direct.rank + turn) % direct.size for turn in range(1, direct.size if output.numel() else 1)]
         for peer in reversed(self._peers):
-            self._posted(distributed.irecv(self._rows[peer], group=direct.group(), group_src=peer, tag=self._tag))
+            self._works.append(direct.group.recv([self._rows[peer]], peer, self._tag))
 
     def send(self, parts: list[Tensor]) -> None:
         """Sends ``parts[r]`` to rank r."""
-        self._parts, rank, group = parts, self._direct.rank, self._direct.group()
-        self._rows[rank].copy_(parts[rank])
+        self._parts, direct = parts, self._direct
+        self._rows[direct.rank].copy_(parts[direct.rank])
         for peer in self._peers:
-            self._posted(distributed.isend(parts[peer], group=group, group_dst=peer, tag=self._tag))
-
-    def _posted(self, work: distributed.Work | None) -> None:
-        assert work is not None  # this process is in the group
-        self._works.append(work)
+            self._works.append(direct.group.send([parts[peer]], peer, self._tag))
 
     def done(self) -> bool:
         return False  # timing must not decide the order of collectives
