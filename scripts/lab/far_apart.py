@@ -7,7 +7,8 @@ A model of four square matrices, with --biases also their biases, is trained by 
 the sum by torch.distributed alone, in float32 and in float16; local steps of period 1: DiLoCo (float32), low_bit (2
 bits), and low_bit with period 3 in 3 fragments, each a call late, after --pause seconds of computing a call (the three
 calls, without the pauses). With --steps: a training step under DDP, without compression and by methods at their
-defaults. A figure is the median over --times exchanges of the slowest rank's seconds; all ranks begin at one time.
+defaults. A figure is the median over --times exchanges, without pauses, from the begin of the last rank to the end of
+the last one.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,8 +36,8 @@ import hvd_compress
 from hvd_compress import recipes
 from hvd_compress.cli.processes import exit_on_signals
 
-#: Exchanges before those that count; seconds in which all ranks know when one begins.
-FIRST, AHEAD = 3, 0.15
+#: Exchanges before those that count.
+FIRST = 3
 METHODS = {
     "TopK": hvd_compress.TopK,
     "DeMo": hvd_compress.DeMo,
@@ -60,19 +62,17 @@ class Matrices(nn.Module):
 
 
 def seconds(call, given, after=lambda: None):
-    """The median of the slowest rank's."""
+    """The median from the begin of the last rank to the end of the last one. All hosts have this machine's clock."""
     found = []
     for _ in range(FIRST + given.times):
-        # A barrier would end at another time on each rank. All hosts have this machine's clock.
-        start = torch.tensor([time.monotonic() + AHEAD], dtype=torch.float64)
-        distributed.all_reduce(start, op=distributed.ReduceOp.MAX)
-        time.sleep(max(0.0, start.item() - time.monotonic()))
+        distributed.barrier()
+        begin = time.monotonic()
         call()
-        found.append(time.monotonic() - start.item())
+        found.append((begin, time.monotonic()))
         after()
-    slowest = torch.tensor(found[FIRST:])
-    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+    last = torch.tensor(found[FIRST:], dtype=torch.float64)
+    distributed.all_reduce(last, op=distributed.ReduceOp.MAX)  # a barrier ends at another time on each rank
+    return statistics.median((last[:, 1] - last[:, 0]).tolist())
 
 
 def sums(model, dtype, given):
@@ -131,19 +131,20 @@ def ddp_step(build, given):
 
 
 def exchanges(given):
+    """By name, functions that measure."""
     model = Matrices(given.entries, given.biases)
-    yield "float32", sums(model, torch.float32, given)
-    yield "float16", sums(model, torch.float16, given)
-    yield "DiLoCo", local_steps(lambda m, o: recipes.diloco(m, o, 1), given)
-    yield "low_bit", local_steps(lambda m, o: recipes.low_bit(m, o, 1), given)
     late = dict(fragments=3, delay=1, bucket_mb=given.entries / 2**20)  # a bucket for each matrix
-    yield "low_bit, late", local_steps(lambda m, o: recipes.low_bit(m, o, 3, **late), given, calls=3)
+    return {
+        "float32": lambda: sums(model, torch.float32, given),
+        "float16": lambda: sums(model, torch.float16, given),
+        "DiLoCo": lambda: local_steps(lambda m, o: recipes.diloco(m, o, 1), given),
+        "low_bit": lambda: local_steps(lambda m, o: recipes.low_bit(m, o, 1), given),
+        "low_bit, late": lambda: local_steps(lambda m, o: recipes.low_bit(m, o, 3, **late), given, calls=3),
+    }
 
 
 def steps(given):
-    yield "DDP", ddp_step(None, given)
-    for name, build in METHODS.items():
-        yield name, ddp_step(build, given)
+    return {name: partial(ddp_step, build, given) for name, build in {"DDP": None, **METHODS}.items()}
 
 
 def rank(text):
@@ -151,7 +152,11 @@ def rank(text):
     given = argparse.Namespace(**json.loads(text))
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    for name, value in (steps if given.steps else exchanges)(given):
+    columns = (steps if given.steps else exchanges)(given)
+    for name, measure in columns.items():
+        if given.only and name not in given.only:
+            continue
+        value = measure()
         if distributed.get_rank() == 0:
             print(json.dumps([name, value]), flush=True)
     sys.stdout.flush()
@@ -179,6 +184,7 @@ def main():
     parser.add_argument("--millions", type=float, nargs="+", default=[1.05], help="of weights")
     parser.add_argument("--biases", action="store_true")
     parser.add_argument("--steps", action="store_true", help="measure steps under DDP")
+    parser.add_argument("--only", nargs="*", metavar="COLUMN")
     parser.add_argument("--pause", type=float, default=0.1)
     parser.add_argument("--times", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=600)
