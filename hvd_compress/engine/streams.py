@@ -55,9 +55,6 @@ class StreamOrder(AbstractContextManager[None]):
 class _NoStreams(nullcontext[None], StreamOrder):
     """Orders nothing, on the CPU."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def note_input(self) -> None:
         pass
 

@@ -23,7 +23,6 @@ All states but COLLECTING end when the next gradient arrives. That an average wa
     empties a container; of a step, forgets the last average.
 """
 
-import abc
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol
@@ -59,7 +58,7 @@ class _State(Enum):
 _COLLECTING = _State.COLLECTING
 
 
-class GradientStep(Clock):
+class GradientStep(Clock, guards.Host):
     """The steps of one compressor: the base of the hosts, which pass gradients in. Methods without a docstring: see
     :class:`~hvd_compress.engine.clock.Clock`.
 
@@ -70,7 +69,6 @@ class GradientStep(Clock):
     comes_first = True
     #: Whether the host averages uncompressed gradients itself, and whether each gradient has a version counter.
     _averages_dense, _versions = False, False
-    #: See :class:`~hvd_compress.guards.gradient_step.Host`.
     detached = False
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
@@ -81,18 +79,6 @@ class GradientStep(Clock):
         self._last_average, self._guards = LastAverage(engine.parameters), guards.StepGuards(engine)
         #: Whether the step exchanges anything: one rank of torch without momentum has the average.
         self._exchanges = True
-
-    # What hosts know, see Host in guards/gradient_step.py.
-
-    @property
-    @abc.abstractmethod
-    def active(self) -> bool: ...
-
-    @abc.abstractmethod
-    def given(self, optimizer: Optimizer) -> bool | None: ...
-
-    @abc.abstractmethod
-    def check_optimizer(self, optimizer: Optimizer, bypassed: Callable[[], bool]) -> None: ...
 
     # What hosts call.
 
@@ -225,7 +211,7 @@ class GradientStep(Clock):
 
     @modes_off
     def before_other_step(self, optimizer: Optimizer) -> None:
-        self._guards.before_other_step(optimizer, self, self._last_average.unapplied)
+        self._guards.before_other_step(optimizer, self._last_average.unapplied)
 
     def _begin(self) -> None:
         engine = self._engine

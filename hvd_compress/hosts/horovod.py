@@ -87,15 +87,11 @@ class HorovodHost(GradientStep):
     def active(self) -> bool:
         return not self.alone
 
-    def given(self, optimizer: Optimizer) -> bool | None:
-        """Whether ``DistributedOptimizer`` was given this compressor; None for another optimizer."""
-        return was_given(optimizer, self._engine.method)
-
     def check_optimizer(self, optimizer: Optimizer, bypassed: Callable[[], bool]) -> None:
         """Checks ``DistributedOptimizer`` only. Raises ``ValueError`` for an op or a process set that does not fit,
         ``RuntimeError`` if the step would exchange averages. Warns if it applies gradients and none has passed through
         this compressor."""
-        given = self.given(optimizer)
+        given = was_given(optimizer, self._engine.method)
         if given is None:
             return  # such as the optimizer that Horovod's wraps
         if isinstance(self._engine.collectives, HorovodCollectives):

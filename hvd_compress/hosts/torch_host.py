@@ -7,7 +7,6 @@ from torch.optim import Optimizer
 from ..carriers.torch_collectives import TorchCollectives
 from ..engine.engine import Engine
 from ..gradients.step import GradientStep, GradScaler
-from ..guards.averaging import was_given
 
 LOOP = "average_gradients()"
 
@@ -34,11 +33,6 @@ class TorchHost(GradientStep):
     def active(self) -> bool:
         """Momentum in the compressor is needed on one rank, too."""
         return not self.alone or self._engine.method.velocities is not None
-
-    def given(self, optimizer: Optimizer) -> bool | None:
-        """Whether ``DistributedOptimizer``, which does not fit here, was given this compressor; None for another
-        optimizer."""
-        return was_given(optimizer, self._engine.method)
 
     def check_optimizer(self, optimizer: Optimizer, bypassed: Callable[[], bool]) -> None:
         """Warns if the optimizer applies gradients and none has passed through the hooks."""
