@@ -125,7 +125,6 @@ class _MP2Work(SparseWork):
         if prediction is not None and self.density < 1.0:
             prediction.follow(picker, mean, history.last_sent, step.number)
             prediction.apply(self.bucket.gradients, step.scale)  # h
-            prediction.sent(picker)
         self.apply(mean, error)
         history.update(picker, mean, step.number)
         if prediction is not None and step.every(_CHECK_INTERVAL):

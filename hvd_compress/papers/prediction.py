@@ -135,7 +135,8 @@ class Prediction(Part):
             piece.padding(self.guess).zero_()
 
     def apply(self, targets: list[Tensor], scale: float) -> None:
-        """Writes the predictions to all entries of open pieces; received values are written over them later."""
+        """Writes the predictions to all entries of open pieces; received values are written over them later. Clears the
+        sum of applied predictions of the picked entries."""
         before = self._current()
         for piece, target, opened in zip(self._bucket.pieces, targets, self.opened(), strict=True):
             applied = opened and target.numel() > 0
@@ -145,10 +146,7 @@ class Prediction(Part):
                 piece.of(self._bucket.residual).sub_(guess)
                 piece.of(self.applied).add_(guess)
                 target.as_strided((target.numel(),), (1,)).copy_(guess[: target.numel()] * scale)
-
-    def sent(self, picker: Picker) -> None:
-        """Clears the sum of applied predictions of the picked entries."""
-        picker.write(self.applied, torch.where(self._current().arrived, 0.0, picker.read(self.applied)))
+        before.picker.write(self.applied, torch.where(before.arrived, 0.0, before.picker.read(self.applied)))
 
     def undo(self) -> None:
         before = self._before
