@@ -32,10 +32,14 @@ def place_in_mesh(tensor: Tensor) -> list[int]:
     return list(cast(Any, tensor).device_mesh.get_coordinate()) if is_sharded(tensor) else []
 
 
+def meshes(tensors: Iterable[Tensor]) -> list[Any]:
+    """The meshes of DTensors, each once."""
+    return list(dict.fromkeys(cast(Any, tensor).device_mesh for tensor in tensors if is_sharded(tensor)))
+
+
 def process_groups(tensors: Iterable[Tensor]) -> list[Any]:
     """The groups of the ranks that share DTensors: one for each dimension of each of their meshes."""
-    meshes = dict.fromkeys(cast(Any, tensor).device_mesh for tensor in tensors if is_sharded(tensor))
-    return [mesh.get_group(dimension) for mesh in meshes for dimension in range(mesh.ndim)]
+    return [mesh.get_group(dimension) for mesh in meshes(tensors) for dimension in range(mesh.ndim)]
 
 
 def whole(shard: Tensor, like: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The base of the torch hosts: gradients come from a model's hooks, or from average_gradients()."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
@@ -55,6 +56,19 @@ class TorchHost(GradientStep):
 
     def begin_loop(self) -> None:
         """Called before the first :func:`~hvd_compress.average_gradients`, on all ranks. May raise ``ValueError``."""
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """A context for a part of a step. If it fails, the step is reset."""
+        with self._engine.entered:
+            try:
+                yield
+            except BaseException:
+                self._reset()
+                raise
+
+    def _reset(self) -> None:
+        self.reset()
 
     def exchange(self) -> None:
         """Runs the exchanges of a step to their ends, and writes the averages."""

@@ -78,7 +78,7 @@ class TransformersCallback(Trained, TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         logs = others["logs"]
         if "loss" in logs and self.training.begun and world.place()[0] == 0:
-            metrics = self.training.metrics()
+            metrics = self.compression.metrics()
             logs.update(metrics)
             state.log_history[-1].update(metrics)
 
