@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..engine.arguments import check_integer
 from ..engine.engine import Engine
@@ -110,8 +111,8 @@ class DCPState:
             )
         frozen = {kind: dict.fromkeys(cast(dict[str, Any], tensors)) for kind, tensors in owed(engine).items()}
         replicas = {
-            number: {kind: {**frozen[kind], **tensors} for kind, tensors in _local(replica).items()}
-            for number, replica in state["replicas"].items()
+            number: {kind: {**frozen[kind], **tensors} for kind, tensors in replica.items()}
+            for number, replica in tree_map_only(Tensor, local, state["replicas"]).items()
         }
         if self._saved_on == self._here:
             own = torch.load(io.BytesIO(state[_BY_MESH][self._key]), map_location="cpu", weights_only=True)
@@ -119,7 +120,7 @@ class DCPState:
         else:
             here = {"owner": None, "place_in_mesh": one_rank.place_of_shards(engine)}
             mean = mean_of(replicas[str(number)] for number in range(self._saved_on[0]))
-            values = {**_local(common), **here, "owed": mean}
+            values = {**tree_map_only(Tensor, local, common), **here, "owed": mean}
             one_rank.load(engine, unrecorded(engine.clock.state(), values) if here["place_in_mesh"] else values)
             self._saved_on = self._here
 
@@ -143,10 +144,3 @@ def _checked(mesh: Saved) -> tuple[int, ...]:
     if isinstance(mesh, str) or not isinstance(mesh, Sequence) or not mesh:
         raise TypeError(f"saved_on must be the mesh that saved, such as (2, 4), or (8,) of DDP, got {mesh!r:.80}")
     return tuple(check_integer("an entry of saved_on", size, 1) for size in mesh)
-
-
-def _local(values: Saved) -> Saved:
-    """Nested values with this rank's shards of DTensors."""
-    if isinstance(values, dict):
-        return {key: _local(value) for key, value in values.items()}
-    return local(values) if isinstance(values, Tensor) else values

@@ -60,7 +60,7 @@ _COLLECTING = _State.COLLECTING
 
 class GradientStep(Clock, guards.Host):
     """The steps of one compressor: the base of the hosts, which pass gradients in. Methods without a docstring: see
-    :class:`~hvd_compress.engine.clock.Clock`.
+    :class:`~hvd_compress.engine.clock.Clock` and :class:`~hvd_compress.guards.gradient_step.Host`.
 
     Args:
         grad_scaler: a ``torch.amp.GradScaler``, or None.
