@@ -71,11 +71,7 @@ def _packed(bucket: Bucket, factor: float) -> Tensor:
             piece.of(flat).zero_()
             continue
         piece.padding(flat).zero_()
-        target = piece.shaped(flat)
-        if grad.dtype == torch.float32:
-            torch.mul(grad, factor, out=target)
-        else:  # not rounded before it is float32
-            target.copy_(grad).mul_(factor)
+        torch.mul(grad.float(), factor, out=piece.shaped(flat))  # not rounded before it is float32
     return flat
 
 
