@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_map_only
 from ..engine.arguments import check_integer
 from ..engine.engine import Engine
 from ..engine.membership import Membership
-from ..engine.shards import is_sharded, local, mesh_of, whole
+from ..engine.shards import is_sharded, local, mesh_of, whole, wide_zeros
 from ..engine.state import Saved, State, unrecorded
 from ..guards.dcp import SAVERS, callers
 from . import one_rank
-from .owed import mean_of, owed, zeros
+from .owed import mean_of, owed
 
 # The key of the items that depend on the mesh. It sorts before all others: DCP looks for all keys before it reads
 # anything, and its error contains the first one that is missing. load_state_dict() compares meshes of
@@ -130,7 +130,7 @@ class DCPState:
         for kind, tensors in owed.items():
             for name, held in tensors.items():
                 if (p := self._parameters[name]).requires_grad:
-                    found[kind][name] = whole(zeros(p) if held is None else held, p)
+                    found[kind][name] = whole(wide_zeros(p) if held is None else held, p)
         return found
 
     def _named(self, values: Saved, name: str = "") -> Saved:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 
@@ -15,6 +16,12 @@ def is_sharded(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, a view; any other tensor itself."""
     return cast(Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
+
+
+def wide_zeros(tensor: Tensor) -> Tensor:
+    """Zeros in the shape and memory order of this rank's shard, in float32 or a wider dtype."""
+    own = local(tensor).detach()
+    return torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
 
 
 def mesh_of(tensor: Tensor) -> tuple[int, ...]:
