@@ -44,7 +44,7 @@ class Lanes(Codec):
 
 
 class _LanesChannel(Channel):
-    """Its scales have the same bits on every rank, and follow the values from step to step.
+    """Keeps scales with the same bits on every rank, which follow the values from step to step.
 
     ``sent``: moving averages of the root mean squares of the ranks' values, float64, (groups,). ``kind``: int64,
     (groups,), 0 if the averages look Gaussian, 1 if Laplacian. ``known``: false before the first step.
