@@ -66,9 +66,7 @@ def _packed(bucket: Bucket, factor: float) -> Tensor:
     """The gradients times ``factor`` as a bucket-wide tensor, zero where there is none."""
     flat = torch.empty(bucket.blocks * BLOCK, dtype=torch.float32, device=bucket.device)
     for piece, grad in zip(bucket.pieces, bucket.gradients, strict=True):
-        if not grad.numel():
-            piece.of(flat).zero_()
-            continue
-        piece.padding(flat).zero_()
-        torch.mul(grad.float(), factor, out=piece.shaped(flat))  # not rounded before it is float32
+        piece.of(flat)[grad.numel() :].zero_()  # all of it, or the padding
+        if grad.numel():
+            torch.mul(grad.float(), factor, out=piece.shaped(flat))  # not rounded before it is float32
     return flat
