@@ -88,7 +88,7 @@ class DCPState:
             )
         numbers = [engine.collectives.rank] if same else range(self._saved_on[0])
         states = [one_rank.save(engine) if same else one_rank.save_converted(engine) for _ in numbers]
-        if same and engine.clock.unapplied is not None:
+        if same and engine.clock.unapplied:
             raise RuntimeError("save after optimizer.step(): the last average has not been applied")
         if same:
             engine.clock.check_equal_weights()

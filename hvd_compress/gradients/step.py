@@ -30,7 +30,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.clock import Clock, Unapplied
+from ..engine.clock import Clock
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
@@ -154,7 +154,6 @@ class GradientStep(Clock, guards.Host):
         return scale
 
     def undo(self) -> None:
-        """See :meth:`~hvd_compress.engine.clock.Unapplied.undo`."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
@@ -163,7 +162,6 @@ class GradientStep(Clock, guards.Host):
             self._engine.method.undo()
 
     def undo_by(self, restore: Callable[[], None]) -> None:
-        """See :meth:`~hvd_compress.engine.clock.Unapplied.undo_by`."""
         self._undo = restore
 
     def restart(self, same_ranks: bool) -> None:
@@ -182,8 +180,8 @@ class GradientStep(Clock, guards.Host):
     # What the engine calls, see Clock.
 
     @property
-    def unapplied(self) -> Unapplied | None:
-        return self if self.undoable and self._last_average.unapplied() else None
+    def unapplied(self) -> bool:
+        return self.undoable and self._last_average.unapplied()
 
     @property
     def undoable(self) -> bool:
