@@ -6,15 +6,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..engine.arguments import check_integer
 from ..engine.engine import Engine
 from ..engine.membership import Membership
-from ..engine.shards import is_sharded, local, mesh_of, whole
+from ..engine.shards import is_sharded, local, mesh_of, whole, wide_zeros
 from ..engine.state import Saved, State, unrecorded
 from ..guards.dcp import SAVERS, callers
 from . import one_rank
-from .owed import mean_of, owed, zeros
+from .owed import mean_of, owed
 
 # The key of the items that depend on the mesh. It sorts before all others: DCP looks for all keys before it reads
 # anything, and its error contains the first one that is missing. load_state_dict() compares meshes of
@@ -87,7 +88,7 @@ class DCPState:
             )
         numbers = [engine.collectives.rank] if same else range(self._saved_on[0])
         states = [one_rank.save(engine) if same else one_rank.save_converted(engine) for _ in numbers]
-        if same and engine.clock.unapplied is not None:
+        if same and engine.clock.unapplied:
             raise RuntimeError("save after optimizer.step(): the last average has not been applied")
         if same:
             engine.clock.check_equal_weights()
@@ -110,8 +111,8 @@ class DCPState:
             )
         frozen = {kind: dict.fromkeys(cast(dict[str, Any], tensors)) for kind, tensors in owed(engine).items()}
         replicas = {
-            number: {kind: {**frozen[kind], **tensors} for kind, tensors in _local(replica).items()}
-            for number, replica in state["replicas"].items()
+            number: {kind: {**frozen[kind], **tensors} for kind, tensors in replica.items()}
+            for number, replica in tree_map_only(Tensor, local, state["replicas"]).items()
         }
         if self._saved_on == self._here:
             own = torch.load(io.BytesIO(state[_BY_MESH][self._key]), map_location="cpu", weights_only=True)
@@ -119,7 +120,7 @@ class DCPState:
         else:
             here = {"owner": None, "place_in_mesh": one_rank.place_of_shards(engine)}
             mean = mean_of(replicas[str(number)] for number in range(self._saved_on[0]))
-            values = {**_local(common), **here, "owed": mean}
+            values = {**tree_map_only(Tensor, local, common), **here, "owed": mean}
             one_rank.load(engine, unrecorded(engine.clock.state(), values) if here["place_in_mesh"] else values)
             self._saved_on = self._here
 
@@ -129,7 +130,7 @@ class DCPState:
         for kind, tensors in owed.items():
             for name, held in tensors.items():
                 if (p := self._parameters[name]).requires_grad:
-                    found[kind][name] = whole(zeros(p) if held is None else held, p)
+                    found[kind][name] = whole(wide_zeros(p) if held is None else held, p)
         return found
 
     def _named(self, values: Saved, name: str = "") -> Saved:
@@ -143,10 +144,3 @@ def _checked(mesh: Saved) -> tuple[int, ...]:
     if isinstance(mesh, str) or not isinstance(mesh, Sequence) or not mesh:
         raise TypeError(f"saved_on must be the mesh that saved, such as (2, 4), or (8,) of DDP, got {mesh!r:.80}")
     return tuple(check_integer("an entry of saved_on", size, 1) for size in mesh)
-
-
-def _local(values: Saved) -> Saved:
-    """Nested values with this rank's shards of DTensors."""
-    if isinstance(values, dict):
-        return {key: _local(value) for key, value in values.items()}
-    return local(values) if isinstance(values, Tensor) else values

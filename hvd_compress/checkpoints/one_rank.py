@@ -11,7 +11,6 @@ from copy import deepcopy
 from functools import partial
 
 from ..engine import state as states_of
-from ..engine.clock import Unapplied
 from ..engine.engine import Engine
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
@@ -31,8 +30,8 @@ def save(engine: Engine) -> State:
     engine.clock.begin_saving()
     with _in_order(engine):
         values: State = states_of.save(_whole(engine))
-        if (average := engine.clock.unapplied) is not None:
-            values = _before_average(engine, average, values)
+        if engine.clock.unapplied:
+            values = _before_average(engine, values)
     return values
 
 
@@ -58,12 +57,12 @@ def place_of_shards(engine: Engine) -> list[int]:
     return next(filter(None, map(place_in_mesh, engine.parameters)), [])
 
 
-def _before_average(engine: Engine, average: Unapplied, now: State) -> State:
+def _before_average(engine: Engine, now: State) -> State:
     """The state before the last average, which the saved model lacks. Leaves the engine in the state ``now``."""
-    average.undo()
+    engine.clock.undo()
     before: State = states_of.save(_whole(engine))
     # A copy: the user may modify the result.
-    average.undo_by(partial(_restore, engine, deepcopy(before)))
+    engine.clock.undo_by(partial(_restore, engine, deepcopy(before)))
     _restore(engine, now)
     return before
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..engine.engine import Engine
-from ..engine.shards import local
+from ..engine.shards import wide_zeros
 from ..engine.state import Copies, Leaf, Saved, State, TensorLeaf, Tree, described, memory_of, refuse
 
 _Get: TypeAlias = Callable[[], Tensor]
@@ -41,12 +41,6 @@ def owed(engine: Engine) -> dict[str, Tree]:
             get, put = partial(velocities.get, number), partial(velocities.set, number)
             velocity[name] = _Owed(p, get, put, here)
     return {"residual": residual} if velocities is None else {"residual": residual, "velocity": velocity}
-
-
-def zeros(parameter: Tensor) -> Tensor:
-    """Zeros in the shape of a parameter's shard, for a rank without an unsent part."""
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    return torch.zeros_like(local(parameter), dtype=wide, requires_grad=False)
 
 
 def mean_of(ranks: Iterable[Saved]) -> dict[str, dict[str, Tensor | None]]:
@@ -93,7 +87,7 @@ class _Owed(Leaf):
     def save(self, copies: Copies) -> Tensor | None:
         if self._get is None or not self._here:
             return None
-        held, dtype = self._get(), zeros(self._parameter).dtype
+        held, dtype = self._get(), wide_zeros(self._parameter).dtype
         # Often the residual itself, which the exact state has copied already.
         copy = copies.get(memory_of(held)) if held.dtype == dtype else None
         return held.to(dtype, copy=True) if copy is None else copy
@@ -101,12 +95,12 @@ class _Owed(Leaf):
     def check(self, value: Saved, path: str) -> None:
         if value is None:
             return
-        TensorLeaf(zeros(self._parameter)).check(value, path)
+        TensorLeaf(wide_zeros(self._parameter)).check(value, path)
         if self._get is None and bool(value.any()):
             refuse(path, "is not compressed here, and its residual would be lost: give a lower min_numel")
 
     def load(self, value: Tensor | None) -> None:
-        mine = zeros(self._parameter)
+        mine = wide_zeros(self._parameter)
         if self._put is not None:
             self._put(mine if value is None else mine.copy_(value))
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..engine.collectives import Request
 from ..engine.state import Tree
-from .scales import Scales
 
 Averaged = Generator[Request, Tensor, tuple[Tensor, Tensor]]
 
@@ -44,9 +43,6 @@ class Codec(abc.ABC):
 class Channel(abc.ABC):
     """The state of a codec for one bucket. Values come in groups, one per parameter."""
 
-    #: Scales that follow the values from step to step, if the codec has any.
-    scales: Scales | None = None
-
     def __init__(self, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         self.groups, self.ranks, self.rank, self.device = groups, ranks, rank, device
 
@@ -75,14 +71,10 @@ class Channel(abc.ABC):
 
     def begin_step(self) -> None:
         """Saves the state for :meth:`undo_step`."""
-        if self.scales:
-            self.scales.begin_step()
 
     def undo_step(self) -> None:
         """Restores the state of the last :meth:`begin_step`, after a step that failed or was skipped."""
-        if self.scales:
-            self.scales.undo_step()
 
     def state(self) -> Tree:
         """The saved state; the same on all ranks."""
-        return self.scales.state() if self.scales else {}
+        return {}

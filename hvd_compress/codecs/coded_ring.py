@@ -46,38 +46,8 @@ class CodedRing(Codec):
         mean = f", averages in {self.mean_code.name}" if self.mean_code else ""
         return self.code.name + mean + (f", a scale for {self.run} values" if self.run != 512 else "")
 
-    @property
-    def of_mean(self) -> Code:
-        return self.mean_code or self.code
-
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
         return _RingChannel(self, groups, ranks, rank, device)
-
-
-class _Parts:
-    """Values in groups, split into a part for each rank and into runs. All tensors are int64, on the CPU.
-
-    ``size``: of a part; the last ones may be shorter. ``ends``: the parts' edges, (ranks + 1,). ``runs``: the runs'
-    edges; a run lies within a group and a part. ``first``: the first run of each part, and the number of all runs,
-    (ranks + 1,). ``columns``: the largest number of runs in a part.
-    """
-
-    def __init__(self, sizes: list[int], run: int, ranks: int) -> None:
-        count = sum(sizes)
-        # A multiple of eight values, so that the codes of a part are whole bytes.
-        self.size = max(8, -(-count // (8 * ranks)) * 8)
-        self.ends = torch.arange(ranks + 1, dtype=torch.int64, device="cpu").mul_(self.size).clamp_(max=count)
-        edges = pairwise(accumulate(sizes, initial=0))
-        starts = [torch.arange(a, b, run, dtype=torch.int64, device="cpu") for a, b in edges]
-        self.runs = torch.unique_consecutive(torch.cat([*starts, self.ends]).sort().values)
-        self.first = torch.searchsorted(self.runs, self.ends)
-        self.columns = max(1, int(self.first.diff().max()))
-
-    def columns_of_runs(self) -> Tensor:
-        """The place of each run in a flat table of (ranks, columns)."""
-        counts, number = self.first.diff(), torch.arange(len(self.runs) - 1, dtype=torch.int64, device="cpu")
-        begin = torch.arange(len(counts), dtype=torch.int64, device="cpu") * self.columns - self.first[:-1]
-        return number + begin.repeat_interleave(counts)
 
 
 class _RingChannel(Channel):
@@ -85,24 +55,36 @@ class _RingChannel(Channel):
 
         | a scale for each run of the part, bfloat16 | padding to ``columns`` scales | codes |
 
-    A scale is negative for a run that looks Laplacian, and NaN if the sender is invalid.
+    ``columns``: the largest number of runs in a part. A scale is negative for a run that looks Laplacian, and NaN if
+    the sender is invalid.
     """
 
     def __init__(self, codec: CodedRing, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
-        self.run, self.code, self.mean_code = codec.run, codec.code, codec.of_mean
+        self.run, self.code, self.mean_code = codec.run, codec.code, codec.mean_code or codec.code
         #: The requests of the next average, once they are known to others.
         self._asked: tuple[Request, Request] | None = None
 
     def set_group_sizes(self, sizes: list[int]) -> None:
         super().set_group_sizes(sizes)
-        parts, rank = _Parts(sizes, self.run, self.ranks), self.rank
-        self.begin, self.end = parts.ends[rank : rank + 2].tolist()
-        self.columns, self.head = parts.columns, 2 * parts.columns
-        size, reply = self.code.size(parts.size), self.mean_code.size(parts.size)
-        own = parts.runs[int(parts.first[rank]) : int(parts.first[rank + 1]) + 1] - self.begin
-        self.runs, self.own_runs = parts.runs.to(self.device), own.to(self.device)
-        self.place = parts.columns_of_runs().to(self.device)
+        # A part for each rank; the last ones may be shorter. A multiple of eight values: its codes are whole bytes.
+        part = max(8, -(-self.count // (8 * self.ranks)) * 8)
+        # The edges of the parts, (ranks + 1,), and of the runs, each within a group and a part: int64, on the CPU.
+        ends = torch.arange(self.ranks + 1, dtype=torch.int64, device="cpu").mul_(part).clamp_(max=self.count)
+        edges = pairwise(accumulate(sizes, initial=0))
+        starts = [torch.arange(a, b, self.run, dtype=torch.int64, device="cpu") for a, b in edges]
+        runs = torch.unique_consecutive(torch.cat([*starts, ends]).sort().values)
+        # The first run of each part, and the number of all runs: (ranks + 1,).
+        first = torch.searchsorted(runs, ends)
+        self.columns = max(1, int(first.diff().max()))
+        # The place of each run in a flat table of (ranks, columns).
+        row = torch.arange(self.ranks, dtype=torch.int64, device="cpu") * self.columns - first[:-1]
+        number = torch.arange(len(runs) - 1, dtype=torch.int64, device="cpu")
+        self.place = (number + row.repeat_interleave(first.diff())).to(self.device)
+        self.begin, self.end = ends[self.rank : self.rank + 2].tolist()
+        own = runs[int(first[self.rank]) : int(first[self.rank + 1]) + 1] - self.begin
+        self.runs, self.own_runs = runs.to(self.device), own.to(self.device)
+        self.head, size, reply = 2 * self.columns, self.code.size(part), self.mean_code.size(part)
         self.codes = torch.zeros(self.ranks, size, dtype=torch.uint8, device=self.device)
         self.message = torch.zeros(self.ranks, self.head + size, dtype=torch.uint8, device=self.device)
         self.reply = torch.zeros(self.head + reply, dtype=torch.uint8, device=self.device)

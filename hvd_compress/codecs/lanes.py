@@ -8,9 +8,11 @@ from torch import Tensor
 from .. import ops
 from ..engine.arguments import check_flag, check_integer
 from ..engine.collectives import allreduce
+from ..engine.state import Entry, TensorLeaf, Tree
+from ..reference.scales import LARGEST, SMALLEST, bounded, divided
 from .base import Averaged, Channel, Codec
 from .codebooks import grid_step
-from .scales import Moments, Scales
+from .scales import Moments
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,11 @@ class Lanes(Codec):
 
 
 class _LanesChannel(Channel):
-    scales: Scales
+    """Keeps scales with the same bits on every rank, which follow the values from step to step.
+
+    ``sent``: moving averages of the root mean squares of the ranks' values, float64, (groups,). ``kind``: int64,
+    (groups,), 0 if the averages look Gaussian, 1 if Laplacian. ``known``: false before the first step.
+    """
 
     def __init__(self, codec: Lanes, groups: int, ranks: int, rank: int, device: torch.device) -> None:
         super().__init__(groups, ranks, rank, device)
@@ -52,7 +58,10 @@ class _LanesChannel(Channel):
             raise ValueError(f"the lanes of {codec.name} must have at most 32 bits, got {self.width} for {ranks} ranks")
         self.grid = grid_step(2 ** (codec.bits - 1) - 1, codec.stochastic).double().to(device)
         self.step = torch.empty(groups, dtype=torch.float32, device=device)
-        self.scales = Scales(groups, device)
+        self.known = False
+        self.sent = torch.ones(groups, dtype=torch.float64, device=device)
+        self.kind = torch.zeros(groups, dtype=torch.int64, device=device)
+        self.begin_step()
 
     def set_group_sizes(self, sizes: list[int]) -> None:
         super().set_group_sizes(sizes)
@@ -62,13 +71,34 @@ class _LanesChannel(Channel):
         self.body, self.header = torch.split(self.words, self.parts)
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
-        scales, edges, step = self.scales, self.edges, self.step
-        if not scales.known:
-            yield from scales.first(Moments(values, edges), self.ranks)
-        ops.lanes_prepare(values, edges, scales.sent, scales.kind, self.grid, invalid, step, self.header, self.ranks)
+        edges, step = self.edges, self.step
+        if not self.known:  # the scales of the first step
+            moments = Moments(values, edges)
+            mine = moments.square / moments.count.clamp(min=1)
+            total = yield allreduce(torch.where(moments.count > 0, mine, 0.0), "budget", "scales")
+            self.sent, self.known = bounded(divided(total, self.ranks).sqrt()), True
+        ops.lanes_prepare(values, edges, self.sent, self.kind, self.grid, invalid, step, self.header, self.ranks)
         key = key if self.stochastic else -1
         ops.lanes_encode(values, step, edges, self.body, self.quantization_error, self.bits, self.width, key)
         body, header = torch.split((yield allreduce(self.words)), self.parts)
         ops.lanes_decode(body, step, edges, self.mean, self.width, 1.0 / self.ranks)
-        scales.update_from_lanes(self.mean, edges, header, self.ranks)
+        # New tensors, because undo_step restores the old ones.
+        sent, kind = torch.empty_like(self.sent), torch.empty_like(self.kind)
+        ops.lanes_update(self.mean, edges, self.sent, self.kind, header, sent, kind, self.ranks)
+        self.sent, self.kind = sent, kind
         return self.mean, self.quantization_error
+
+    def begin_step(self) -> None:
+        self._saved = self.known, self.sent, self.kind
+
+    def undo_step(self) -> None:
+        """Restores the scales before the step. If it has failed on some ranks only, they would differ."""
+        self.known, self.sent, self.kind = self._saved
+
+    def state(self) -> Tree:
+        """The saved state, with ranges, since the operators do not check scales."""
+        return {
+            "known": Entry(vars(self), "known", bool),
+            "sent": TensorLeaf(self.sent, SMALLEST, LARGEST),
+            "kind": TensorLeaf(self.kind, 0, 1),
+        }

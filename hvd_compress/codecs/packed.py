@@ -2,6 +2,7 @@
 
 import abc
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,13 +18,15 @@ from .scales import Moments
 class Code(abc.ABC):
     """Encodes values as bytes and back, given each group's scale and kind of distribution (:class:`.Moments`)."""
 
+    #: The name without the number of bits.
+    family: ClassVar[str]
     bits: int
     #: Whether the scale is the largest magnitude, not the root mean square.
     peak: bool
 
     @property
-    @abc.abstractmethod
-    def name(self) -> str: ...
+    def name(self) -> str:
+        return f"{self.family}{self.bits}"
 
     def fitted(self, moments: Moments) -> tuple[Tensor, Tensor]:
         """The scale and the kind of distribution for values with these moments: float64 and int64, (groups,)."""
@@ -48,14 +51,11 @@ class Lloyd(Code):
     scaled by its root mean square."""
 
     bits: int
+    family = "lloyd"
     peak = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", check_integer("bits of lloyd", self.bits, 1, 8))
-
-    @property
-    def name(self) -> str:
-        return f"lloyd{self.bits}"
 
     def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, error: Tensor) -> None:
         book = codebook_on(self.bits, values.device)
@@ -88,16 +88,13 @@ class Plain(Code):
     65 steps; the rest is dropped."""
 
     bits: int
+    family = "fp"
     peak = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", check_integer("bits of fp", self.bits, 16, 32))
         if self.bits not in (16, 32):
             raise ValueError(f"bits of fp must be 16 or 32, got {self.bits}")
-
-    @property
-    def name(self) -> str:
-        return f"fp{self.bits}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,6 +130,7 @@ class RangeFloat(Code):
 
     bits: int
     mantissa: int = 0
+    family = "range"
     peak = True
 
     def __post_init__(self) -> None:
@@ -145,10 +143,6 @@ class RangeFloat(Code):
     def least_mantissa(bits: int) -> int:
         """The least bits of fraction: with fewer, the window would be wider than float32's 254 exponents."""
         return max(1, (((1 << bits) - 1) // 2 // 254).bit_length())
-
-    @property
-    def name(self) -> str:
-        return f"range{self.bits}"
 
     @property
     def positive(self) -> int:

@@ -163,10 +163,11 @@ class Bucket:
         ]
         self._versions, self._collected = [None] * len(self.pieces), True
 
-    def replace_gradients(self, gradients: list[Tensor]) -> None:
-        """Makes these tensors :attr:`gradients`, to which averages are written: one per piece, in its memory order, or
-        empty. :meth:`result` copies them to what the host passed in."""
-        self.gradients = gradients
+    def replace_gradients(self, flat: Tensor) -> None:
+        """Makes the pieces' entries of a bucket-wide tensor the :attr:`gradients` that have arrived, to which averages
+        are written. :meth:`result` copies them to what the host passed in."""
+        pairs = zip(self.pieces, self.gradients, strict=True)
+        self.gradients = [piece.shaped(flat) if grad.numel() else grad for piece, grad in pairs]
 
     def clear_changed(self) -> None:
         """Drops the gradients that somebody else has written to since they arrived, or since :meth:`mark_written`."""

@@ -2,21 +2,10 @@
 
 import abc
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from torch.optim import Optimizer
 
 from .state import Tree
-
-
-class Unapplied(Protocol):
-    """An average that nobody has applied so far."""
-
-    def undo(self) -> None:
-        """Adds what was sent for this average back to the residuals."""
-
-    def undo_by(self, restore: Callable[[], None]) -> None:
-        """A later :meth:`undo` calls ``restore``: the methods can undo an exchange only once."""
 
 
 class Clock(abc.ABC):
@@ -48,9 +37,15 @@ class Clock(abc.ABC):
         return False
 
     @property
-    def unapplied(self) -> Unapplied | None:
-        """The last average, if nobody has applied it so far. May synchronise a GPU."""
-        return None
+    def unapplied(self) -> bool:
+        """Whether nobody has applied the last average so far. May synchronise a GPU."""
+        return False
+
+    def undo(self) -> None:
+        """Adds what was sent for the last average back to the residuals."""
+
+    def undo_by(self, restore: Callable[[], None]) -> None:
+        """A later :meth:`undo` calls ``restore``: the methods can undo an exchange only once."""
 
     @abc.abstractmethod
     def options(self) -> Mapping[str, object]:

@@ -43,7 +43,8 @@ class _Run:
         self._generation, self._stage = collectives.generation(), 0
         self._exchange = _compare(own, device)
         self._handle: Handle | None = None
-        self._error: RuntimeError | None = None
+        #: The error if the ranks differ, to be read after the end.
+        self.error: RuntimeError | None = None
         self._resume(None)
 
     @property
@@ -62,15 +63,10 @@ class _Run:
         while self._handle is not None:
             self._resume(self._handle.result(timeout))
 
-    @property
-    def equal(self) -> bool:
-        """Whether the ranks' configurations are equal. To be read after the end."""
-        return self._error is None
-
     def check(self) -> None:
         """Raises ``RuntimeError`` if the ranks differ. To be called after the end."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def _resume(self, result: Tensor | None) -> None:
         self._handle = None
@@ -79,7 +75,7 @@ class _Run:
         except StopIteration:
             return
         except RuntimeError as error:
-            self._error = error.with_traceback(None)  # whose frames would keep the engine
+            self.error = error.with_traceback(None)  # whose frames would keep the engine
             return
         self._handle = self._collectives.start(request, f"{self._label}.compare.{self._stage}")
         self._stage += 1
@@ -170,7 +166,7 @@ class Comparison:
         while True:
             run = self._wait([(self, configuration), *others()], deadline)
             changed = run.digest != digest(configuration())
-            if not changed and (run.equal or repeated):
+            if not changed and (run.error is None or repeated):
                 return run
             # Another compressor has started this run, here or on another rank, in a state that has changed since.
             repeated = True

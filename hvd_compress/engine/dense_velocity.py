@@ -6,7 +6,7 @@ from torch import Tensor
 from ..reference import usable
 from .dense import as_real
 from .engine import Engine
-from .shards import local
+from .shards import wide_zeros
 from .state import OptionalTensor, Tree
 
 
@@ -25,11 +25,11 @@ class DenseVelocity:
     def get(self, number: int) -> Tensor:
         """The velocity of parameter ``number``: zeros before its first gradient."""
         found = self._velocities.get(self._engine.names[number])
-        return _zeros(self._engine.parameters[number]) if found is None else found
+        return as_real(wide_zeros(self._engine.parameters[number])) if found is None else found
 
     def set(self, number: int, velocity: Tensor) -> None:
         """Replaces the velocity of parameter ``number``."""
-        self._velocities[self._engine.names[number]] = _zeros(velocity).copy_(as_real(velocity))
+        self._velocities[self._engine.names[number]] = as_real(wide_zeros(velocity)).copy_(as_real(velocity))
 
     def update(self, number: int, grad: Tensor, momentum: float, sign: bool = False) -> None:
         """Replaces the averaged gradient of parameter ``number`` by ``momentum * velocity + gradient``, or by its
@@ -65,9 +65,6 @@ class DenseVelocity:
     def state(self) -> Tree:
         """The saved state, by parameter name."""
         named = zip(self._engine.names, self._engine.parameters, self._engine.place_of, strict=True)
-        return {n: OptionalTensor(self._velocities, n, _zeros(p)) for n, p, place in named if place is None}
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    real = as_real(local(parameter).detach())
-    return torch.zeros_like(real, dtype=torch.promote_types(real.dtype, torch.float32))
+        return {
+            n: OptionalTensor(self._velocities, n, as_real(wide_zeros(p))) for n, p, place in named if place is None
+        }

@@ -67,19 +67,14 @@ def check_gradient(name: str, grad: Tensor, place: Place | None) -> None:
         )
     piece = bucket.pieces[place.index]
     weight = piece.weight()
-    if weight.stride() != piece.stride or weight.shape != piece.shape:
-        _check_layout(piece, weight)
-
-
-def _check_layout(piece: Piece, weight: Tensor) -> None:
-    """Raises ``ValueError`` unless only strides of dimensions of one entry, which mean nothing, have changed."""
     shape, stride = weight.shape, weight.stride()
     if shape != piece.shape:
         raise ValueError(
             f"{piece.name}: was of shape {tuple(piece.shape)} when the compressor was built and is of shape "
             f"{tuple(shape)} now; build a new compressor and a new optimizer"
         )
-    if any(n > 1 and a != b for n, a, b in zip(shape, piece.stride, stride, strict=True)):
+    # Strides of dimensions of one entry mean nothing.
+    if stride != piece.stride and any(n > 1 and a != b for n, a, b in zip(shape, piece.stride, stride, strict=True)):
         raise ValueError(
             f"{piece.name}: had strides {piece.stride} when the compressor was built and has {stride} now; call "
             "model.to(memory_format=...) before building the compressor"

@@ -3,18 +3,14 @@
 _MASK = 0xFFFFFFFFFFFFFFFF
 
 
-def _splitmix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
 def derive(*counters: int) -> int:
-    """A 31-bit key from integers such as ``(seed, step, bucket)``."""
+    """A 31-bit key from integers such as ``(seed, step, bucket)``, by SplitMix64."""
     state = 0
     for counter in counters:
-        state = _splitmix(state ^ (counter & _MASK))
+        state = ((state ^ (counter & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
     return state >> 33
 
 

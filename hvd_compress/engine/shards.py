@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 
@@ -15,6 +16,12 @@ def is_sharded(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, a view; any other tensor itself."""
     return cast(Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
+
+
+def wide_zeros(tensor: Tensor) -> Tensor:
+    """Zeros in the shape and memory order of this rank's shard, in float32 or a wider dtype."""
+    own = local(tensor).detach()
+    return torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
 
 
 def mesh_of(tensor: Tensor) -> tuple[int, ...]:
@@ -32,10 +39,14 @@ def place_in_mesh(tensor: Tensor) -> list[int]:
     return list(cast(Any, tensor).device_mesh.get_coordinate()) if is_sharded(tensor) else []
 
 
+def meshes(tensors: Iterable[Tensor]) -> list[Any]:
+    """The meshes of DTensors, each once."""
+    return list(dict.fromkeys(cast(Any, tensor).device_mesh for tensor in tensors if is_sharded(tensor)))
+
+
 def process_groups(tensors: Iterable[Tensor]) -> list[Any]:
     """The groups of the ranks that share DTensors: one for each dimension of each of their meshes."""
-    meshes = dict.fromkeys(cast(Any, tensor).device_mesh for tensor in tensors if is_sharded(tensor))
-    return [mesh.get_group(dimension) for mesh in meshes for dimension in range(mesh.ndim)]
+    return [mesh.get_group(dimension) for mesh in meshes(tensors) for dimension in range(mesh.ndim)]
 
 
 def whole(shard: Tensor, like: Tensor) -> Tensor:

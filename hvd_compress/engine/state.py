@@ -11,6 +11,7 @@ import abc
 import copy
 import math
 from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -138,34 +139,29 @@ class OptionalTensor(Leaf):
             self._container[self._key] = torch.empty_like(self._like).copy_(value)
 
 
+@dataclass(eq=False)
 class Entry(Leaf):
     """``container[key]``: a bool, an int or a finite float in a range. An attribute is an entry of ``vars(owner)``."""
 
-    def __init__(
-        self,
-        container: Saved,
-        key: Saved,
-        kind: type,
-        low: float = -math.inf,
-        high: float = math.inf,
-        *,
-        per_rank: bool = False,
-    ) -> None:
-        self._container, self._key, self._kind = container, key, kind
-        self._low, self._high, self.per_rank = low, high, per_rank
+    container: Saved
+    key: Saved
+    kind: type
+    low: float = -math.inf
+    high: float = math.inf
+    per_rank: bool = field(default=False, kw_only=True)
 
     def save(self, copies: Copies) -> Saved:
-        return self._container[self._key]
+        return self.container[self.key]
 
     def check(self, value: Saved, path: str) -> None:
-        allowed = (int, float) if self._kind is float else (self._kind,)
+        allowed = (int, float) if self.kind is float else (self.kind,)
         if type(value) not in allowed or not math.isfinite(value):
-            refuse(path, f"must be a finite {self._kind.__name__}, got {described(value)}")
-        if not self._low <= value <= self._high:
-            refuse(path, f"must lie in {self._low:g} to {self._high:g}, got {value}")
+            refuse(path, f"must be a finite {self.kind.__name__}, got {described(value)}")
+        if not self.low <= value <= self.high:
+            refuse(path, f"must lie in {self.low:g} to {self.high:g}, got {value}")
 
     def load(self, value: Saved) -> None:
-        self._container[self._key] = self._kind(value)
+        self.container[self.key] = self.kind(value)
 
 
 class Fixed(Leaf):

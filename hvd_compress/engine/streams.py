@@ -45,18 +45,14 @@ class StreamOrder(AbstractContextManager[None]):
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._stream)
 
-    def release(self, *tensors: torch.Tensor) -> None:
-        """Keeps the memory of ``tensors``, which may belong to another stream, until the current stream is done with
-        it. Called in this context, before they are dropped."""
-        for tensor in tensors:
-            tensor.record_stream(torch.cuda.current_stream(self._device))
+    def release(self, tensor: torch.Tensor) -> None:
+        """Keeps the memory of a tensor, which may belong to another stream, until the current stream is done with it.
+        Called in this context, before the tensor is dropped."""
+        tensor.record_stream(torch.cuda.current_stream(self._device))
 
 
 class _NoStreams(nullcontext[None], StreamOrder):
     """Orders nothing, on the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
 
     def note_input(self) -> None:
         pass
@@ -64,5 +60,5 @@ class _NoStreams(nullcontext[None], StreamOrder):
     def exchange_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def release(self, *tensors: torch.Tensor) -> None:
+    def release(self, tensor: torch.Tensor) -> None:
         pass

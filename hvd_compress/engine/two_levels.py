@@ -50,16 +50,15 @@ def two_level_exchange(work: Work, nodes: Nodes) -> Exchange:
     collective."""
     bucket = work.bucket
     bucket.collect()
-    given = [grad.numel() > 0 for grad in bucket.gradients]
     flat = _packed(bucket, 1.0 / nodes.ranks)
     bucket.mark_written()
     flat = yield reduce(flat, bucket.owner, to_all=not nodes.everyone.ordered)
     if bucket.owner == nodes.rank:
-        bucket.replace_gradients(_views(bucket, flat, given))
+        bucket.replace_gradients(flat)
         work.accumulate()
         yield from work.exchange()
     flat = yield broadcast(flat, bucket.owner)
-    bucket.replace_gradients(_views(bucket, flat, given))
+    bucket.replace_gradients(flat)
     bucket.mark_written()
 
 
@@ -67,19 +66,7 @@ def _packed(bucket: Bucket, factor: float) -> Tensor:
     """The gradients times ``factor`` as a bucket-wide tensor, zero where there is none."""
     flat = torch.empty(bucket.blocks * BLOCK, dtype=torch.float32, device=bucket.device)
     for piece, grad in zip(bucket.pieces, bucket.gradients, strict=True):
-        if not grad.numel():
-            piece.of(flat).zero_()
-            continue
-        piece.padding(flat).zero_()
-        target = piece.shaped(flat)
-        if grad.dtype == torch.float32:
-            torch.mul(grad, factor, out=target)
-        else:  # not rounded before it is float32
-            target.copy_(grad).mul_(factor)
+        piece.of(flat)[grad.numel() :].zero_()  # all of it, or the padding
+        if grad.numel():
+            torch.mul(grad.float(), factor, out=piece.shaped(flat))  # not rounded before it is float32
     return flat
-
-
-def _views(bucket: Bucket, flat: Tensor, given: list[bool]) -> list[Tensor]:
-    """The pieces' entries of a bucket-wide tensor, by piece; empty where none was given."""
-    pairs = zip(bucket.pieces, bucket.nothing(), given, strict=True)
-    return [piece.shaped(flat) if there else empty for piece, empty, there in pairs]

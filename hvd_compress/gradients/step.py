@@ -23,7 +23,6 @@ All states but COLLECTING end when the next gradient arrives. That an average wa
     empties a container; of a step, forgets the last average.
 """
 
-import abc
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol
@@ -31,7 +30,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.clock import Clock, Unapplied
+from ..engine.clock import Clock
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
 from ..engine.modes import modes_off
@@ -59,9 +58,9 @@ class _State(Enum):
 _COLLECTING = _State.COLLECTING
 
 
-class GradientStep(Clock):
+class GradientStep(Clock, guards.Host):
     """The steps of one compressor: the base of the hosts, which pass gradients in. Methods without a docstring: see
-    :class:`~hvd_compress.engine.clock.Clock`.
+    :class:`~hvd_compress.engine.clock.Clock` and :class:`~hvd_compress.guards.gradient_step.Host`.
 
     Args:
         grad_scaler: a ``torch.amp.GradScaler``, or None.
@@ -70,7 +69,6 @@ class GradientStep(Clock):
     comes_first = True
     #: Whether the host averages uncompressed gradients itself, and whether each gradient has a version counter.
     _averages_dense, _versions = False, False
-    #: See :class:`~hvd_compress.guards.gradient_step.Host`.
     detached = False
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
@@ -81,18 +79,6 @@ class GradientStep(Clock):
         self._last_average, self._guards = LastAverage(engine.parameters), guards.StepGuards(engine)
         #: Whether the step exchanges anything: one rank of torch without momentum has the average.
         self._exchanges = True
-
-    # What hosts know, see Host in guards/gradient_step.py.
-
-    @property
-    @abc.abstractmethod
-    def active(self) -> bool: ...
-
-    @abc.abstractmethod
-    def given(self, optimizer: Optimizer) -> bool | None: ...
-
-    @abc.abstractmethod
-    def check_optimizer(self, optimizer: Optimizer, bypassed: Callable[[], bool]) -> None: ...
 
     # What hosts call.
 
@@ -168,7 +154,6 @@ class GradientStep(Clock):
         return scale
 
     def undo(self) -> None:
-        """See :meth:`~hvd_compress.engine.clock.Unapplied.undo`."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
@@ -177,7 +162,6 @@ class GradientStep(Clock):
             self._engine.method.undo()
 
     def undo_by(self, restore: Callable[[], None]) -> None:
-        """See :meth:`~hvd_compress.engine.clock.Unapplied.undo_by`."""
         self._undo = restore
 
     def restart(self, same_ranks: bool) -> None:
@@ -196,8 +180,8 @@ class GradientStep(Clock):
     # What the engine calls, see Clock.
 
     @property
-    def unapplied(self) -> Unapplied | None:
-        return self if self.undoable and self._last_average.unapplied() else None
+    def unapplied(self) -> bool:
+        return self.undoable and self._last_average.unapplied()
 
     @property
     def undoable(self) -> bool:
@@ -225,7 +209,7 @@ class GradientStep(Clock):
 
     @modes_off
     def before_other_step(self, optimizer: Optimizer) -> None:
-        self._guards.before_other_step(optimizer, self, self._last_average.unapplied)
+        self._guards.before_other_step(optimizer, self._last_average.unapplied)
 
     def _begin(self) -> None:
         engine = self._engine

@@ -10,8 +10,7 @@ Cure: [`DCPState`](checkpoints.md)
 
 import sys
 from collections.abc import Iterator
-from types import FrameType
-from typing import cast
+from traceback import walk_stack
 
 from ..engine.engine import Engine
 
@@ -37,9 +36,8 @@ def refuse_dcp(engine: Engine) -> None:
 
 def callers() -> Iterator[str]:
     """The modules of the frames outside this package, innermost first."""
-    package, frame = __name__.partition(".")[0], cast(FrameType | None, sys._getframe())
-    while frame is not None:
+    package = __name__.partition(".")[0]
+    for frame, _ in walk_stack(sys._getframe()):
         module = frame.f_globals.get("__name__", "")
         if module.partition(".")[0] != package:
             yield module
-        frame = frame.f_back

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts
+from .averaging import was_given
 from .bypassing_gradients import Arrivals, Stepped
 from .optimizer import check_holds_some
 from .returned_averages import ReturnedAverages
@@ -30,9 +31,6 @@ class Host(Protocol):
     @property
     def active(self) -> bool:
         """Whether gradients pass through the compressor: one rank without others keeps its own."""
-
-    def given(self, optimizer: Optimizer) -> bool | None:
-        """Whether the host's own kind of optimizer was given this compressor; None for a plain optimizer."""
 
     def check_optimizer(self, optimizer: Optimizer, bypassed: Callable[[], bool]) -> None:
         """Raises an error for an optimizer that averages gradients in a way that does not fit, and warns of one whose
@@ -85,7 +83,7 @@ class StepGuards:
         self._zeroed.check()
         if host.detached or (not collecting and self._averaged and self._arrivals.over(optimizer)):
             return  # gradients are not passed in, or no longer
-        engine, active, given = self._engine, host.active, host.given(optimizer)
+        engine, active, given = self._engine, host.active, was_given(optimizer, self._engine.method)
         if active:
             host.check_optimizer(optimizer, partial(self._arrivals.bypassed_by, optimizer))
         ours, unknown = given is True or not host.single, engine.optimizers.unknown(optimizer)
@@ -96,13 +94,13 @@ class StepGuards:
         """The optimizer has stepped, or skipped the step."""
         self._stepped.add(optimizer)
 
-    def before_other_step(self, optimizer: Optimizer, host: Host, unapplied: Callable[[], bool]) -> None:
+    def before_other_step(self, optimizer: Optimizer, unapplied: Callable[[], bool]) -> None:
         """An optimizer that holds none of the parameters is about to step. ``unapplied()``: whether nobody has applied
         the last average."""
         if self._averaged:
             called = bool(self._stepped.now)
             self._zeroed.before_other_step(called, lambda: self._returned.there and unapplied())
-        check_holds_some(host.given(optimizer))
+        check_holds_some(was_given(optimizer, self._engine.method))
 
     def discard(self) -> None:
         """The last average is taken back."""

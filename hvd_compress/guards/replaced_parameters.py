@@ -42,7 +42,8 @@ class ReplacedParameters:
 
     def check(self) -> None:
         """Raises ``ValueError`` if parameters of the model were replaced."""
-        moved = [(name, p()) for name, module, key, p in self._places if not _holds(module(), key, p())]
+        places = [(name, module(), key, p()) for name, module, key, p in self._places]
+        moved = [(name, p) for name, module, key, p in places if module is None or module._parameters.get(key) is not p]
         if not moved:
             return
         model = None if self._model is None else self._model()
@@ -74,7 +75,3 @@ def check_model(model: torch.nn.Module, known: Named) -> None:
                 f"finish(model): the model has another parameter {name} than the compressor was given "
                 "(load_state_dict(assign=True)?): build the compressor, the optimizer and LocalSteps after that"
             )
-
-
-def _holds(module: torch.nn.Module | None, key: str, parameter: Tensor | None) -> bool:
-    return module is not None and module._parameters.get(key) is parameter

@@ -10,7 +10,7 @@ engine's. torch.distributed matches collectives by the order of the calls, which
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -95,7 +95,7 @@ class DDPHost(TorchHost):
         self._index, self._backward = bucket.index(), backward
         future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
         self._futures.append((future, buffer))
-        with self._inside(buffer.device):
+        with self._engine.entered, self._side_stream(buffer.device), self.inside():
             self._take(bucket)
             if bucket.is_last():
                 self._finish()
@@ -137,18 +137,8 @@ class DDPHost(TorchHost):
 
     def _end_of_backward(self) -> None:
         if self._futures:
-            with self._inside(self._futures[0][1].device):
+            with self._engine.entered, self._side_stream(self._futures[0][1].device), self.inside():
                 self._finish()
-
-    @contextmanager
-    def _inside(self, device: torch.device) -> Iterator[None]:
-        """A context for a part of a step. If it fails, the step is reset."""
-        with self._engine.entered, self._side_stream(device):
-            try:
-                yield
-            except BaseException:
-                self._reset()
-                raise
 
     def _take(self, bucket: GradBucket) -> None:
         engine = self._engine

@@ -14,8 +14,7 @@ such a pass are kept apart and added to those of the module's next pass that is 
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,7 +23,7 @@ from torch import Tensor, distributed
 from torch.utils.hooks import RemovableHandle
 
 from ..engine.engine import Engine
-from ..engine.shards import is_sharded, local
+from ..engine.shards import is_sharded, local, meshes
 from ..gradients.step import GradScaler
 from ..guards.averaging import ExchangingHook
 from ..guards.sharding import check_gradient_is_averaged
@@ -34,8 +33,6 @@ from .nested import backward_depth, refuse_inside_backward
 from .torch_host import TorchHost
 
 _reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)  # as in torch 2.13
-
-_HOOKS = "FSDP2's hooks"
 
 _REPLACED = (
     "another all-reduce hook was set in the place of hvd_compress' own, so gradients would not be averaged between the "
@@ -164,7 +161,7 @@ class FSDPHost(TorchHost):
                     "another compressor is registered on some of these modules and on others: call remove() of what "
                     "its register_fsdp_hooks() has returned before"
                 )
-        self.take_from(_HOOKS)
+        self.take_from("FSDP2's hooks")
         averages = self._average_inside()
         for other in others:
             other.host.remove(other)
@@ -209,11 +206,8 @@ class FSDPHost(TorchHost):
 
     def _average_inside(self) -> bool:
         """Whether FSDP's averages inside the shard groups are averages. All ranks call it."""
-        meshes = {id(mesh): mesh for mesh in self._meshes()}.values()
-        return all([reduces_to_averages(mesh) for mesh in meshes])  # a list: the ranks of every mesh take part
-
-    def _meshes(self) -> Iterator[Any]:
-        return (cast(Any, p).device_mesh for p in self._engine.parameters if is_sharded(p))
+        # A list: the ranks of every mesh take part.
+        return all([reduces_to_averages(mesh) for mesh in meshes(self._engine.parameters)])
 
     def check(self, name: str, parameter: Tensor, ours: bool) -> None:
         """See :func:`check_gradient_is_averaged`."""
@@ -275,7 +269,7 @@ class FSDPHost(TorchHost):
             self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        with self._inside():
+        with self.inside():
             earlier = self._partial.pop(number, None)
             if earlier is not None:
                 local(earlier).add_(local(self._grads[number]))
@@ -283,7 +277,7 @@ class FSDPHost(TorchHost):
             self.arrive(number, local(self._grads[number]), self._before.get(number))
 
     def _end_of_backward(self) -> None:
-        with self._inside():
+        with self.inside():
             for stream in self._streams:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             for number in sorted(self._grads, reverse=True) if self._deferred else ():
@@ -295,7 +289,9 @@ class FSDPHost(TorchHost):
             for number in {*self._before, *self._grads, *self._apart}:
                 self._engine.parameters[number].grad = self._before.get(number, self._grads.get(number))
             if self._grads:
-                self._exchange()
+                self.exchange()
+            for number in self._before.keys() & self._grads.keys():
+                local(self._before[number]).add_(local(self._grads[number]))
             for number, grad in self._apart.items():
                 if (earlier := self._partial.setdefault(number, grad)) is not grad:
                     local(earlier).add_(local(grad))
@@ -304,13 +300,6 @@ class FSDPHost(TorchHost):
             for hook in cast(_Registration, self._registered).hooks:
                 hook.keep()
             self._clear()
-
-    def _exchange(self) -> None:
-        """Runs the exchanges to their ends, and writes the averages."""
-        self.exchange()
-        for number, before in self._before.items():
-            if number in self._grads:
-                local(before).add_(local(self._grads[number]))
 
     def _failed(self, backward: int) -> None:
         """Resets a backward pass if it is still in progress."""
@@ -340,16 +329,6 @@ class FSDPHost(TorchHost):
         self._before, self._grads, self._apart = {}, {}, {}
         self._exchanged.clear()
         self._streams.clear()
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """A context for a part of a step. If it fails, the step is reset."""
-        with self._engine.entered:
-            try:
-                yield
-            except BaseException:
-                self._reset()
-                raise
 
 
 class _Registration:

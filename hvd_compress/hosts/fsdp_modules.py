@@ -24,6 +24,8 @@ class ModuleHook:
         self._module, self.group, self._reduced = module, group, reduced
         self._own = group._all_reduce_hook
         self._summed = group.force_sum_reduction_for_comms if sums else None
+        #: The name of the module's class.
+        self.name = type(module).__name__
         #: The numbers of the parameters of which something is kept apart between backward passes.
         self.kept = set[int]()
         module.set_all_reduce_hook(self)
@@ -34,11 +36,6 @@ class ModuleHook:
         if self._own is not None:
             self._own(flat)
         self._reduced(self)
-
-    @property
-    def name(self) -> str:
-        """The name of the module's class."""
-        return type(self._module).__name__
 
     @property
     def replaced(self) -> bool:

@@ -36,7 +36,7 @@ class GradientHook(DDPState):
         # DDP's own flags outside of a forward pass.
         self._flags: tuple[bool, bool] | None = None
         _hooks.add(self)
-        ddp.register_comm_hook(self, _hook)
+        ddp.register_comm_hook(self, GradientHook.exchange)
         ddp.register_forward_pre_hook(self._begin_forward)
         ddp.register_forward_hook(self._end_forward, always_call=True)
 
@@ -46,21 +46,21 @@ class GradientHook(DDPState):
         return self._use is not None and self._use[0] is None
 
     @property
-    def exchange(self) -> "Exchange | None":
-        """The function that exchanges the gradients of a bucket, or None."""
-        return self._use and self._use[0]
-
-    @property
     def held(self) -> set[int]:
         """The ids of the model's parameters."""
         ddp = self._ddp()
         return set() if ddp is None else {*map(id, ddp.parameters())}
 
-    @property
-    def process_group(self) -> Any:
-        """The process group of the model."""
-        ddp = self._ddp()
-        return None if ddp is None else ddp.process_group
+    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+        """The communication hook of the model."""
+        ddp, buffer = self._ddp(), bucket.buffer()
+        if self._use is None:
+            return allreduce_hook(None if ddp is None else ddp.process_group, bucket)  # type: ignore[arg-type]
+        if self._use[0] is not None:
+            return self._use[0](bucket)
+        future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
+        future.set_result(buffer)
+        return future
 
     def use(self, exchange: "Exchange | None", lasts: Callable[[], bool] = lambda: True) -> Callable[[], None]:
         """Lets ``exchange`` exchange the gradients from now on; without it each rank keeps its own. Ends when
@@ -149,14 +149,3 @@ def average_again(parameters: Iterable[Tensor], kept: Set[int]) -> None:
 
 def _set_flags(ddp: DistributedDataParallel, synchronises: bool, broadcasts: bool) -> None:
     ddp.require_backward_grad_sync, ddp.broadcast_buffers = synchronises, broadcasts
-
-
-def _hook(state: GradientHook, bucket: GradBucket) -> Future[Tensor]:
-    if state.exchange is not None:
-        return state.exchange(bucket)
-    if not state.own:
-        return allreduce_hook(state.process_group, bucket)
-    buffer = bucket.buffer()
-    future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
-    future.set_result(buffer)
-    return future

@@ -87,37 +87,28 @@ class HorovodHost(GradientStep):
     def active(self) -> bool:
         return not self.alone
 
-    def given(self, optimizer: Optimizer) -> bool | None:
-        """Whether ``DistributedOptimizer`` was given this compressor; None for another optimizer."""
-        return was_given(optimizer, self._engine.method)
-
     def check_optimizer(self, optimizer: Optimizer, bypassed: Callable[[], bool]) -> None:
         """Checks ``DistributedOptimizer`` only. Raises ``ValueError`` for an op or a process set that does not fit,
         ``RuntimeError`` if the step would exchange averages. Warns if it applies gradients and none has passed through
         this compressor."""
-        given = self.given(optimizer)
+        given = was_given(optimizer, self._engine.method)
         if given is None:
             return  # such as the optimizer that Horovod's wraps
         if isinstance(self._engine.collectives, HorovodCollectives):
             self._engine.collectives.check_optimizer(optimizer)
-        if given and not self._engine.method.traits.linear:
-            self._check_synchronized(optimizer)
+        exchanged = getattr(optimizer, "_synchronized", False) and getattr(optimizer, "_should_synchronize", True)
+        if given and exchanged and not (self._engine.method.traits.linear or self._lookup.accumulated):
+            grads = [p.grad for p in self._engine.parameters if p.grad is not None]
+            if any(bool(grad.any()) for grad in grads):  # of which Horovod only warns
+                raise RuntimeError(
+                    "this step would exchange the last averages again, and with "
+                    f"{type(self._engine.method).__name__} they would count twice: after optimizer.synchronize(), step "
+                    "within optimizer.skip_synchronize(); if the gradients are new ones, which backward() has not "
+                    "accumulated, call optimizer.synchronize() for them first"
+                )
         if not given and bypassed():
             self._engine.warn(
                 "DistributedOptimizer was not given this compressor, which has received no gradient: pass compression="
-            )
-
-    def _check_synchronized(self, optimizer: Optimizer) -> None:
-        """Raises ``RuntimeError`` if the step would exchange the last averages again, of which Horovod only warns."""
-        if not getattr(optimizer, "_synchronized", False) or not getattr(optimizer, "_should_synchronize", True):
-            return
-        grads = [p.grad for p in self._engine.parameters if p.grad is not None]
-        if not self._lookup.accumulated and any(bool(grad.any()) for grad in grads):
-            raise RuntimeError(
-                "this step would exchange the last averages again, and with "
-                f"{type(self._engine.method).__name__} they would count twice: after optimizer.synchronize(), step "
-                "within optimizer.skip_synchronize(); if the gradients are new ones, which backward() has not "
-                "accumulated, call optimizer.synchronize() for them first"
             )
 
     def _explain(self, tensor: Tensor) -> None:

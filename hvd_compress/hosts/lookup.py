@@ -26,7 +26,6 @@ class GradientLookup:
         self._copied: set[int] = set()
         #: Whether a gradient was accumulated since :meth:`clear`.
         self.accumulated = False
-        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         # The hooks live as long as the model and must not keep the compressor alive.
         this = weakref.ref(self)
         hooks = [
@@ -46,7 +45,7 @@ class GradientLookup:
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a parameter itself, as Horovod's Adasum passes."""
-        return id(tensor) in self._numbers
+        return any(tensor is parameter for parameter in self._parameters)
 
     def find(self, grad: Tensor) -> int | None:
         """The number of the parameter whose gradient this is, or None."""

@@ -61,14 +61,10 @@ def average_gradients(compression: Any) -> None:
         refuse_ddp(engine.parameters)
     host.take_from(LOOP)
     grads = {number: _gradient(engine, number) for number, p in enumerate(engine.parameters) if p.requires_grad}
-    with engine.entered:
-        try:
-            for number in reversed(grads):  # as backward makes them
-                host.arrive(number, as_real(local(grads[number])))
-            host.exchange()
-        except BaseException:
-            host.reset()
-            raise
+    with host.inside():
+        for number in reversed(grads):  # as backward makes them
+            host.arrive(number, as_real(local(grads[number])))
+        host.exchange()
 
 
 def _gradient(engine: Engine, number: int) -> Tensor:

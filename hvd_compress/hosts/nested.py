@@ -1,8 +1,7 @@
 """Whether a backward pass is running, and those inside another one, as of reentrant checkpointing."""
 
 import sys
-from types import FrameType
-from typing import cast
+from traceback import walk_stack
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -10,11 +9,7 @@ from torch.autograd.function import BackwardCFunction
 
 def backward_depth() -> int:
     """The number of Python autograd functions whose backward is running in this thread, one inside the other."""
-    depth, frame = 0, cast(FrameType | None, sys._getframe())
-    while frame is not None:
-        depth += frame.f_code is BackwardCFunction.apply.__code__
-        frame = frame.f_back
-    return depth
+    return sum(frame.f_code is BackwardCFunction.apply.__code__ for frame, _ in walk_stack(sys._getframe()))
 
 
 def refuse_inside_backward(call: str) -> None:

@@ -1,13 +1,13 @@
 """The base of the torch hosts: gradients come from a model's hooks, or from average_gradients()."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
 from ..carriers.torch_collectives import TorchCollectives
 from ..engine.engine import Engine
 from ..gradients.step import GradientStep, GradScaler
-from ..guards.averaging import was_given
 
 LOOP = "average_gradients()"
 
@@ -35,11 +35,6 @@ class TorchHost(GradientStep):
         """Momentum in the compressor is needed on one rank, too."""
         return not self.alone or self._engine.method.velocities is not None
 
-    def given(self, optimizer: Optimizer) -> bool | None:
-        """Whether ``DistributedOptimizer``, which does not fit here, was given this compressor; None for another
-        optimizer."""
-        return was_given(optimizer, self._engine.method)
-
     def check_optimizer(self, optimizer: Optimizer, bypassed: Callable[[], bool]) -> None:
         """Warns if the optimizer applies gradients and none has passed through the hooks."""
         if bypassed():
@@ -61,6 +56,19 @@ class TorchHost(GradientStep):
 
     def begin_loop(self) -> None:
         """Called before the first :func:`~hvd_compress.average_gradients`, on all ranks. May raise ``ValueError``."""
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """A context for a part of a step. If it fails, the step is reset."""
+        with self._engine.entered:
+            try:
+                yield
+            except BaseException:
+                self._reset()
+                raise
+
+    def _reset(self) -> None:
+        self.reset()
 
     def exchange(self) -> None:
         """Runs the exchanges of a step to their ends, and writes the averages."""

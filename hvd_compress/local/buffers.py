@@ -1,6 +1,6 @@
 """Makes a model's buffers the same on all ranks when its weights are averaged."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,10 @@ class Buffers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._means, self._others = dict[str, Tensor](), dict[str, Tensor]()
-        found, averages = dict(model.named_buffers()), set(_running_averages(model))
+        found = dict(model.named_buffers())
+        norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+        statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+        averages = {id(buffer) for buffer in statistics if buffer is not None and buffer.is_floating_point()}
         for name, buffer in zip(plain_names(list(found)), found.values(), strict=True):
             (self._means if id(buffer) in averages else self._others)[name] = _memory(name, buffer)
 
@@ -61,14 +64,6 @@ class Buffers:
             for buffer, value in zip([*self._means.values(), *strided], [*means, *values], strict=True):
                 with torch.inference_mode(buffer.is_inference()):
                     buffer.copy_(value.view(buffer.shape))
-
-
-def _running_averages(model: torch.nn.Module) -> Iterator[int]:
-    """The ids of BatchNorm's and InstanceNorm's statistics."""
-    for module in model.modules():
-        if isinstance(module, _NormBase):
-            found = (module.running_mean, module.running_var)
-            yield from (id(buffer) for buffer in found if buffer is not None and buffer.is_floating_point())
 
 
 def _memory(name: str, buffer: Tensor) -> Tensor:

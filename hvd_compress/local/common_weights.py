@@ -11,7 +11,7 @@ from torch import Tensor
 from ..engine.agreement import hash_of
 from ..engine.engine import Engine
 from ..engine.place import Place
-from ..engine.shards import local
+from ..engine.shards import local, wide_zeros
 from ..engine.state import Fixed, TensorLeaf, Tree
 from ..engine.work import Work
 from ..reference import all_usable, usable
@@ -64,9 +64,7 @@ class CommonWeights:
                 continue
             if not p.is_floating_point():
                 raise ValueError(f"{name}: local steps need a floating dtype, got {p.dtype}")
-            wide = torch.promote_types(p.dtype, torch.float32)
-            common = torch.zeros_like(local(p), dtype=wide, requires_grad=False)
-            velocity = torch.zeros_like(common) if momentum else None
+            common, velocity = wide_zeros(p), wide_zeros(p) if momentum else None
             self.weights.append(Weight(number, name, p, place, common, velocity))
         self.ids = {id(weight.parameter) for weight in self.weights}
 

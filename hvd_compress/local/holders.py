@@ -2,8 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence, Set
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +24,9 @@ class Holders:
     def __init__(self, named: Sequence[tuple[str, Tensor]], model: torch.nn.Module | None) -> None:
         inside = [] if model is None else [module for _, module in sharded_modules(model)]
         held = {id(p) for module in inside for p in module.parameters()}
-        others = _holding({id(p) for _, p in named if is_sharded(p)} - held)
+        ids, fsdp = {id(p) for _, p in named if is_sharded(p)} - held, sys.modules.get("torch.distributed.fsdp")
+        found = living(fsdp.FSDPModule) if ids and fsdp is not None else []
+        others = [module for module in found if any(id(p) in ids for p in module.parameters())]
         self._sharded = [weakref.ref(module) for module in (*inside, *others)]
 
     def reshard(self) -> None:
@@ -33,13 +34,3 @@ class Holders:
         for module in self._sharded:
             if (alive := module()) is not None:
                 alive.reshard()
-
-
-def _holding(ids: Set[int]) -> Iterator[Any]:
-    """FSDP2's modules in this process that hold some of the parameters, themselves or in a module inside."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not ids:
-        return
-    for module in living(fsdp.FSDPModule):
-        if any(id(p) in ids for p in module.parameters()):
-            yield module

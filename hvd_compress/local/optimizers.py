@@ -24,7 +24,12 @@ class LocalOptimizers:
 
     def __init__(self, given: Optimizer | Sequence[Optimizer], known: Set[int]) -> None:
         #: Without wrappers.
-        self.all = [_plain(optimizer) for optimizer in _listed(given)]
+        listed: list[Any] = [given]
+        if isinstance(given, Iterable) and not hasattr(given, "param_groups"):
+            listed = list(given)
+        self.all: list[Optimizer] = [unwrapped(optimizer) for optimizer in listed]
+        for optimizer, wrapped in zip(self.all, listed, strict=True):
+            check_kind(optimizer, wrapped)
         self._own, self._known = set(self.all), known
         check_parameters(self.all, known)
 
@@ -35,15 +40,3 @@ class LocalOptimizers:
     def may_change(self, optimizer: Optimizer) -> Set[int]:
         """The ids of the known parameters that no other optimizer holds."""
         return self._known - parameters_of(other for other in self.all if other is not optimizer)
-
-
-def _listed(given: Any) -> list[Any]:
-    if hasattr(given, "param_groups") or not isinstance(given, Iterable):
-        return [given]
-    return list(given)
-
-
-def _plain(optimizer: Any) -> Optimizer:
-    found: Optimizer = unwrapped(optimizer)
-    check_kind(found, optimizer)
-    return found

@@ -140,17 +140,8 @@ class Compressor(Reporting, Method):
         self.collectives = levels.between
         self._clock: Clock | None = None
         self._peers = isinstance(everyone, Membership)
-        self.engine = Engine(
-            self,
-            named,
-            levels,
-            seed=seed,
-            min_numel=min_numel,
-            bucket_mb=bucket_mb,
-            dense_values=dense_values,
-            start_timeout=start_timeout,
-        )
         self._common: dict[str, Any] = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
+        self.engine = Engine(self, named, levels, seed=seed, start_timeout=start_timeout, **self._common)
         self.grad_scaler, self.seed = grad_scaler, seed
         if not everyone.ordered:  # Horovod: our hooks must be registered before those of its optimizer
             self._clock = self.clock

@@ -17,8 +17,6 @@ from ..engine.work import Part
 from ..reference import BLOCK
 from ..selection.base import NOT_SENT
 
-_SAVED = ("fresh", "velocity", "unsent")
-
 
 class BlockMeans(Part):
     """The block means of one bucket: float32 tensors of (blocks,), or of (0,) without block means.
@@ -73,7 +71,7 @@ class BlockMeans(Part):
     def state(self) -> Tree:
         if not self.sizes:
             return {}
-        tensors = {key: getattr(self, key) for key in _SAVED}
+        tensors = {key: getattr(self, key) for key in ("fresh", "velocity", "unsent")}
         return {
             piece.name: {key: TensorLeaf(piece.of_blocks(t), per_rank=True) for key, t in tensors.items()}
             for piece in self._bucket.pieces

@@ -154,7 +154,7 @@ class DeMo(SparseMethod):
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
         a, basis, replacement = self.arguments, Hadamard(bucket), self._replacement
         sign = a.sign  # written by the operators
-        if replacement is not None and replacement.any_orthogonal(bucket):
+        if replacement is not None and not replacement.names.isdisjoint(p.name for p in bucket.pieces):
             basis, sign = _Replaced(bucket, replacement), False
         return exchanged_work(a.exchange)(
             bucket, sending, basis=basis, finds_idle=a.sign, decay=a.decay, subtract=a.subtract, sign=sign

@@ -17,10 +17,7 @@ def orthogonalize(grad: Tensor, scale: float) -> None:
     Further dimensions count as columns. 0 stays 0, and everything becomes NaN if an entry is not finite. The last bits
     may differ between kinds of processors, and between numbers of threads.
     """
-    grad.copy_(_orthogonal(grad.reshape(grad.shape[0], -1).float(), scale).reshape(grad.shape))
-
-
-def _orthogonal(matrix: Tensor, scale: float) -> Tensor:
+    matrix = grad.reshape(grad.shape[0], -1).float()
     wide = matrix.shape[0] <= matrix.shape[1]
     x: Tensor = matrix if wide else matrix.T
     tiny = torch.finfo(torch.float32).tiny
@@ -30,4 +27,4 @@ def _orthogonal(matrix: Tensor, scale: float) -> Tensor:
         gram = x @ x.T
         x = _A * x + (_B * gram + _C * gram @ gram) @ x
     x = x * (scale * max(x.shape) ** 0.5)
-    return x if wide else x.T
+    grad.copy_((x if wide else x.T).reshape(grad.shape))

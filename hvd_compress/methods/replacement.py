@@ -21,10 +21,6 @@ class Replacement:
         self.names = names
         self.received = ScaledSigns("signs or orthogonal matrices" if names else "signs")
 
-    def any_orthogonal(self, bucket: Bucket) -> bool:
-        """Whether some averages of a bucket become orthogonal. Otherwise the operators write signs."""
-        return any(piece.name in self.names for piece in bucket.pieces)
-
     def write(self, bucket: Bucket, averages: list[Tensor], scale: float) -> None:
         """Writes the replaced averages of a bucket, by piece, to its gradients, times the loss scale."""
         for piece, average, grad in zip(bucket.pieces, averages, bucket.gradients, strict=True):

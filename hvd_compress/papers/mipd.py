@@ -92,8 +92,8 @@ class MIPD(SparseMethod):
 class _Constants(Part):
     def __init__(self, bucket: Bucket, history: GradientHistory) -> None:
         self._bucket, self._history = bucket, history
-        memory = torch.zeros(2, len(bucket.pieces), dtype=torch.float32, device=bucket.device)
-        (self.weights, self.smoothed), self._known = memory.unbind(), False
+        self._memory = torch.zeros(2, len(bucket.pieces), dtype=torch.float32, device=bucket.device)
+        (self.weights, self.smoothed), self._known = self._memory.unbind(), False
 
     def begin(self, step: Step) -> None:
         known, self._known = self._known, True
@@ -101,12 +101,10 @@ class _Constants(Part):
         due = step.number & (step.number - 1) == 0 or step.number % 64 == 0
         if due or not (known or bool(self.weights.any())):
             sizes = root_mean_squares(self._bucket, flat_weights(self._bucket), self._history.smoothed)
-            for floors, size in zip((self.weights, self.smoothed), sizes, strict=True):
-                torch.mul(size, _FLOOR, out=floors)
+            torch.mul(torch.stack(sizes), _FLOOR, out=self._memory)
 
     def restart(self) -> None:
-        self.weights.zero_()
-        self.smoothed.zero_()
+        self._memory.zero_()
         self._known = False
 
     def state(self) -> Tree:

@@ -123,9 +123,7 @@ class _MP2Work(SparseWork):
         yield from self.agree()
         mean, error = yield from self.average()
         if prediction is not None and self.density < 1.0:
-            prediction.follow(picker, mean, history.last_sent, step.number)
-            prediction.apply(self.bucket.gradients, step.scale)  # h
-            prediction.sent(picker)
+            prediction.follow(picker, mean, history.last_sent, step, self.bucket.gradients)  # h
         self.apply(mean, error)
         history.update(picker, mean, step.number)
         if prediction is not None and step.every(_CHECK_INTERVAL):

@@ -85,18 +85,22 @@ class Prediction(Part):
         (:func:`hvd_compress.papers.predictor.fields`). Replaced while a predictor is trained."""
         return predict(shipped(self._bucket.device), seen)
 
-    def follow(self, picker: Picker, mean: Tensor, last_sent: Tensor, step: int) -> None:
-        """Learns from the ``mean`` that was received for the picked entries, unless it is not finite, and predicts
-        anew. Called first in a step. ``last_sent``: the step of each entry's last transmission, bucket-wide."""
-        waited = (step - picker.read(last_sent)).clamp(min=1.0)
-        self._predict(picker, self._learn(picker, mean, waited), step, last_sent)
+    def follow(self, picker: Picker, mean: Tensor, last_sent: Tensor, step: Step, targets: list[Tensor]) -> None:
+        """Learns from the ``mean`` that was received for the picked entries, unless it is not finite, predicts anew,
+        and writes the predictions to all entries of open pieces in ``targets``; received values are written over them
+        later. ``last_sent``: the step of each entry's last transmission, bucket-wide."""
+        waited = (step.number - picker.read(last_sent)).clamp(min=1.0)
+        before, rate = self._learn(picker, mean, waited)
+        self._predict(before, rate, step.number, last_sent)
+        self._apply(before, targets, step.scale)
+        picker.write(self.applied, torch.where(before.arrived, 0.0, picker.read(self.applied)))
 
-    def _learn(self, picker: Picker, mean: Tensor, waited: Tensor) -> Tensor:
-        """Returns the picked entries' gradients per step."""
+    def _learn(self, picker: Picker, mean: Tensor, waited: Tensor) -> tuple[_Before, Tensor]:
+        """Returns what undoes the step, and the picked entries' gradients per step."""
         arrived = mean[:1].isfinite()
         picked = [(memory, picker.read(memory)) for memory in (self.arrived, self.trend, self.applied)]
         last, trend, applied = (values for _, values in picked)
-        self._before = _Before(picker, arrived, picked, self.fit.clone())
+        self._before = before = _Before(picker, arrived, picked, self.fit.clone())
         rate = torch.where(arrived, (mean + applied) / waited, last)
         new = trend * self._smoothing + rate * (1.0 - self._smoothing)
         picker.write(self.arrived, rate)
@@ -106,11 +110,11 @@ class Prediction(Part):
         both, one, other = (Moments(x, self._edges).square for x in (guess + rate, guess, rate))
         seen = torch.stack([(both - one - other) / 2, one, other])
         self.fit.copy_(torch.where(arrived, self.fit * _DECAY + seen, self.fit))
-        return rate
+        return before, rate
 
-    def _predict(self, picker: Picker, fresh: Tensor, step: int, last_sent: Tensor) -> None:
+    def _predict(self, before: _Before, fresh: Tensor, step: int, last_sent: Tensor) -> None:
         """Predicts every ``period``-th window anew. ``fresh``: the received gradients per step."""
-        bucket, before = self._bucket, self._current()
+        bucket, picker = self._bucket, before.picker
         here, mask = torch.zeros_like(self.guess), torch.zeros_like(self.guess)
         picker.write(here, fresh)
         picker.write(mask, torch.ones_like(fresh))
@@ -134,9 +138,7 @@ class Prediction(Part):
             guesses[windows] = guess.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
             piece.padding(self.guess).zero_()
 
-    def apply(self, targets: list[Tensor], scale: float) -> None:
-        """Writes the predictions to all entries of open pieces; received values are written over them later."""
-        before = self._current()
+    def _apply(self, before: _Before, targets: list[Tensor], scale: float) -> None:
         for piece, target, opened in zip(self._bucket.pieces, targets, self.opened(), strict=True):
             applied = opened and target.numel() > 0
             before.applied.append(applied)
@@ -145,10 +147,6 @@ class Prediction(Part):
                 piece.of(self._bucket.residual).sub_(guess)
                 piece.of(self.applied).add_(guess)
                 target.as_strided((target.numel(),), (1,)).copy_(guess[: target.numel()] * scale)
-
-    def sent(self, picker: Picker) -> None:
-        """Clears the sum of applied predictions of the picked entries."""
-        picker.write(self.applied, torch.where(self._current().arrived, 0.0, picker.read(self.applied)))
 
     def undo(self) -> None:
         before = self._before
@@ -165,7 +163,3 @@ class Prediction(Part):
             guesses[windows] = old
         self.fit.copy_(before.fit)
         self._before = None
-
-    def _current(self) -> _Before:
-        assert self._before is not None, "follow() comes first in a step"
-        return self._before

@@ -2,8 +2,6 @@
 once (``train_predictor.py``) and shipped with the package, so that all ranks have the same weights."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -66,18 +64,6 @@ def shipped(device: torch.device) -> Predictor:
     return predictor.requires_grad_(False).to(device).eval()
 
 
-@contextmanager
-def _pinned() -> Iterator[None]:
-    """Fixes precision and algorithms, whatever the training uses: all ranks must compute the same bits."""
-    with _lock:
-        before = tuple((owner, name, getattr(owner, name)) for owner, name, _ in _PINNED)
-        try:
-            _set(_PINNED)
-            yield
-        finally:
-            _set(before)
-
-
 def _set(settings: _Settings) -> None:
     """Changes the settings that differ only, so that settings that inherit from others continue to do so."""
     for owner, name, value in settings:
@@ -86,9 +72,15 @@ def _set(settings: _Settings) -> None:
 
 
 def predict(predictor: Predictor, windows: Tensor) -> Tensor:
-    """:meth:`Predictor.forward` in batches of windows: float32, (n, 256)."""
-    with _pinned():
-        return torch.cat([predictor(part) for part in torch.split(windows, _WINDOWS)])
+    """:meth:`Predictor.forward` in batches of windows: float32, (n, 256). Fixes precision and algorithms, whatever the
+    training uses: all ranks must compute the same bits."""
+    with _lock:
+        before = tuple((owner, name, getattr(owner, name)) for owner, name, _ in _PINNED)
+        try:
+            _set(_PINNED)
+            return torch.cat([predictor(part) for part in torch.split(windows, _WINDOWS)])
+        finally:
+            _set(before)
 
 
 def fields(fresh: Tensor, mask: Tensor, age: Tensor, last: Tensor, smoothed: Tensor, weight: Tensor) -> Tensor:

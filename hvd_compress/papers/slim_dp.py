@@ -126,11 +126,8 @@ class _SlimDPWork(SparseWork):
         """The significance of each piece's entries, in memory order: float32, (entries,), bit-equal on all ranks."""
         bucket, weights, smoothed = self.bucket, flat_weights(self.bucket), self._history.smoothed
         of_weights, of_gradients = root_mean_squares(bucket, weights, smoothed)
-        scores = []
-        for index, (piece, weight) in enumerate(zip(bucket.pieces, weights, strict=True)):
-            gradient = piece.of(smoothed)[: piece.numel].abs() / of_gradients[index]
-            scores.append(weight.abs() / of_weights[index] + gradient)
-        return scores
+        rows = zip(bucket.pieces, weights, of_weights, of_gradients, strict=True)
+        return [weight.abs() / w + piece.of(smoothed)[: piece.numel].abs() / e for piece, weight, w, e in rows]
 
     def importance(self) -> Tensor:
         return totals(self.significance())

@@ -77,7 +77,7 @@ class AccelerateLoop(Trained):
 
     def metrics(self) -> dict[str, float]:
         """:meth:`hvd_compress.Compressor.metrics`, for ``accelerator.log(loop.metrics(), step)``."""
-        return self.training.metrics()
+        return self.compression.metrics()
 
 
 class _Checkpoint:

@@ -134,7 +134,7 @@ class LightningCallback(Trained, Callback):
         self.training.count_step()
         self._weights = None  # of another step
         if trainer.loggers and self._step != step and self._step % trainer.log_every_n_steps == 0:
-            metrics = self.training.metrics()
+            metrics = self.compression.metrics()
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, self._step)
 

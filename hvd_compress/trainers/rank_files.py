@@ -2,8 +2,8 @@
 folder has ``hvd_compress_1-RANK-of-RANKS.pt``, and so on."""
 
 import re
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,12 +37,8 @@ def load(training: Training, folder: str | Path, number: int = 0) -> None:
             "reads what it has saved, and needs a folder that all ranks share or its own; a checkpoint of a training "
             "without hvd_compress is not resumed but loaded into the model"
         )
-    training.load(ranks, lambda other: _read(_file(folder, other, ranks, number)))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    return state
+    read = partial(torch.load, map_location="cpu", weights_only=True)
+    training.load(ranks, lambda other: read(_file(folder, other, ranks, number)))
 
 
 def _name(number: int) -> str:

@@ -23,7 +23,6 @@ from . import rank_state
 
 #: A compressor class, or a function of the model, the optimizers and options.
 Build = Callable[..., LocalSteps | Compressor]
-Lasts = Callable[[], bool]
 
 
 class Training:
@@ -76,7 +75,7 @@ class Training:
         model: torch.nn.Module,
         optimizers: Sequence[Optimizer],
         scaler: Any = None,
-        lasts: Lasts = lambda: True,
+        lasts: Callable[[], bool] = lambda: True,
         wrapped: torch.nn.Module | None = None,
     ) -> None:
         """Builds the method, after the model is on its device, and wrapped, and the checkpoint is loaded. Closes the
@@ -176,9 +175,6 @@ class Training:
         """Call it after the weights were replaced in the model, by the same ones on all ranks."""
         if self.local is not None:
             self.local.take_weights()
-
-    def metrics(self) -> dict[str, float]:
-        return self.compression.metrics()
 
     def state(self) -> dict[str, Any]:
         """The state that this rank saves beside the trainer's checkpoint. All ranks must call it."""

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class TransformersCallback(Trained, TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         logs = others["logs"]
         if "loss" in logs and self.training.begun and world.place()[0] == 0:
-            metrics = self.training.metrics()
+            metrics = self.compression.metrics()
             logs.update(metrics)
             state.log_history[-1].update(metrics)
 
@@ -112,12 +113,10 @@ def _move_before_loggers(callbacks: list[Any], own: TransformersCallback) -> Non
 
 def _calling_trainer() -> Any:
     """The Trainer that calls its callbacks, to which it gives everything but itself."""
-    frame = sys._getframe()
-    while not isinstance(caller := frame.f_locals.get("self"), Trainer):
-        if frame.f_back is None:
-            raise TypeError("TransformersCallback is for transformers.Trainer: for other loops there is AccelerateLoop")
-        frame = frame.f_back
-    return caller
+    for frame, _ in walk_stack(sys._getframe()):
+        if isinstance(caller := frame.f_locals.get("self"), Trainer):
+            return caller
+    raise TypeError("TransformersCallback is for transformers.Trainer: for other loops there is AccelerateLoop")
 
 
 def _folder(args: Any, state: Any) -> Path:
