@@ -2,7 +2,7 @@
 # All checks that need a GPU, without internet: builds the CUDA operators, compares them with the reference, runs
 # compute-sanitizer and the benchmarks, and trains two ranks on one card, under DDP, FSDP2 and Horovod. Prints Markdown on
 # standard output, of which docs/gpu.md is made, and the steps' output on standard error.
-#   scripts/gpu_check.sh [STAGE...] >gpu.md     of: build horovod operators ddp bench train sanitizer; all by default
+#   scripts/gpu_check.sh [STAGE...] >gpu.md     of: build horovod fft operators ddp bench train sanitizer; all by default
 # They run in this order, and every call builds first; the result is kept in build/gpu_check. A card that is lent for a
 # quarter of an hour: scripts/gpu_carry.sh builds beforehand, where there is none, and then
 #   GPU_CHECK_LIMIT=420 bash scripts/gpu_check.sh horovod operators >"$OUT/1.md"     next ddp bench, then sanitizer
@@ -14,7 +14,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 limit=${GPU_CHECK_LIMIT:-3600}
-every=(build horovod operators ddp bench train sanitizer)
+every=(build horovod fft operators ddp bench train sanitizer)
 stages=("$@")
 ((${#stages[@]})) || stages=("${every[@]}")
 for name in "${stages[@]}"; do
@@ -156,7 +156,7 @@ cat >"$work/rank.sh" <<'RANK'
 #!/usr/bin/env bash
 export NCCL_HOSTID=rank${RANK:-$HOROVOD_RANK} NCCL_NET=Socket NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1
 export NCCL_SOCKET_IFNAME=lo LOCAL_RANK=0
-exec "$@"
+exec ${UNDER:-} "$@"
 RANK
 chmod +x "$work/rank.sh"
 # shellcheck disable=SC2329  # called by timeout's shell
@@ -220,7 +220,8 @@ on_horovod() {
   most=60 step "sums of \`int64\` by Horovod itself, $1" "sums_$1.txt" bash -c 'under_horovodrun "$work/sums.py"'
   most=180 step "2 ranks on one card, $1: ${items[*]}" "horovod_$1.txt" bash -c 'cases "$@"' _ under_horovodrun horovod "${items[@]}"
 }
-if stage horovod; then
+# torch's NCCL, and what Horovod is built with.
+prepare_horovod() {
   # torch's NCCL, in the layout that Horovod's CMake expects (the wheel has libnccl.so.2 only).
   nccl=$("$python" -c 'from importlib.util import find_spec
 print(next(iter(find_spec("nvidia.nccl").submodule_search_locations)))')
@@ -234,6 +235,9 @@ print(next(iter(find_spec("nvidia.nccl").submodule_search_locations)))')
   capability=$("$python" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
   with=(HOROVOD_GPU_OPERATIONS=NCCL "HOROVOD_NCCL_HOME=$work/nccl" HOROVOD_NCCL_LINK=SHARED
     "HOROVOD_CUDA_HOME=$CUDA_HOME" "HOROVOD_BUILD_CUDA_CC_LIST=$capability")
+}
+if stage horovod; then
+  prepare_horovod
   items=(none quantized:plain,local_steps iwp:plain,grad_scaler fft:plain,accumulation mipd:plain demo:plain,signs topk:plain
     powersgd:plain terngrad:plain slimdp:plain mp2:plain qsgd:plain dgc:plain)
   if [[ ! $sdist ]] && ! compgen -G "$root/.carry/horovod-*/*.whl" >/dev/null; then
@@ -243,6 +247,27 @@ print(next(iter(find_spec("nvidia.nccl").submodule_search_locations)))')
     step "Horovod without GPU operations" gloo.txt bash -c 'install_horovod gloo "HOROVOD_CUDA_HOME=$CUDA_HOME"' &&
       on_horovod Gloo
   fi
+fi
+
+# --- fft
+# The illegal address that docs/gpu.md tells of: the case with each of these settings, side by side; a line each, and the
+# first words about the fault.
+# shellcheck disable=SC2329
+fault() {
+  local memcheck='compute-sanitizer --tool memcheck --report-api-errors no --target-processes all --print-limit 5'
+  printf '%s\n' "AS=it-is" "AS=it-is-again" CUDA_LAUNCH_BLOCKING=1 HOROVOD_FUSION_THRESHOLD=0 HOROVOD_BATCH_D2D_MEMCOPIES=0 \
+    "PYTORCH_NO_CUDA_MEMORY_CACHING=1" "PYTORCH_NO_CUDA_MEMORY_CACHING=1;UNDER=$memcheck" | xargs -P 7 -I {} bash -c '
+      IFS=";" read -ra settings <<<"{}"
+      log=$work/fft_$$.txt begin=$SECONDS
+      env "${settings[@]}" bash -c "under_horovodrun tests/parallel/check_training.py --steps 6 --case-limit 200 fft:plain" >"$log" 2>&1
+      echo "{}: status $?, $((SECONDS - begin)) s; $(grep -m 1 -E "Invalid|illegal" "$log" | cut -c1-150)"
+      grep -E -A 12 -m 1 "Invalid|illegal" "$log" >&2'
+}
+export -f fault
+if stage fft; then
+  prepare_horovod
+  step "Horovod with NCCL" horovod.txt bash -c 'install_horovod nccl "$@"' _ "${with[@]}" &&
+    most=230 step "FFT on Horovod with NCCL" fft.txt bash -c fault
 fi
 
 # --- operators
