@@ -42,11 +42,14 @@ class Window {
       }
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) work(i, constants_.from(lane[i]));
-    } else {  // more than 32 groups in a block
-#pragma unroll
+    } else {  // more than 32 groups in a block: in local memory, so that the search is not unrolled
+      Constants constants[kPerLane];
+#pragma unroll 1
       for (int i = 0; i < kPerLane; ++i) {
-        work(i, Constants(args_, args_.groups.find(first_ + at + index_of(i))));
+        constants[i] = Constants(args_, args_.groups.find(first_ + at + index_of(i)));
       }
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) work(i, constants[i]);
     }
   }
 
