@@ -29,8 +29,8 @@ def test_compiles_without_spills() -> None:
     sources = list((ROOT / "csrc" / "cuda").glob("*.cu"))
     assert f"compiled: {len(sources)} objects" in output
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", output)
-    # Three architectures; accumulate_select has six variants, codebook's operators have one for each number of bits and
+    # Three architectures; accumulate_select has two variants, codebook's operators have one for each number of bits and
     # one for large books, the other codes' four together, the means' three, the moments' three, the scales' four,
-    # gather, scatter and select one each.
-    assert len(spills) == 3 * (6 + 2 * (8 + 1) + 4 + 3 + 3 + 4 + 3), output
+    # gather, hadamard, scatter and select one each.
+    assert len(spills) == 3 * (2 + 2 * (8 + 1) + 4 + 3 + 3 + 4 + 4), output
     assert set(spills) == {("0", "0")}, output
