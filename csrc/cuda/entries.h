@@ -53,7 +53,7 @@ __device__ __forceinline__ void store(T* block, const T (&from)[kPerLane], int i
     if (aligned && index + kAdjacent <= inside) {
       Adjacent<T> word;
       memcpy(&word, static_cast<const void*>(from + part), sizeof(word));
-      *reinterpret_cast<Adjacent<T>*>(block + index) = word;
+      store_word(reinterpret_cast<Adjacent<T>*>(block + index), word);
     } else {
 #pragma unroll
       for (int i = 0; i < kAdjacent; ++i) {

@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(kThreads)
   const Scales& scales = args.scales;
   int64_t number = warp_id();
   if (number >= Parts{scales.groups}.limit(scales.size)) return;
-  Part part(scales.groups, number, scales.size);
+  int64_t group = group_of_part(scales.groups, number, scales.size);
+  Part part(scales.groups, group, number, scales.size);
   if (part.group < scales.groups.count && part.number == 0) {
     Sums sums = group_moments(scales.groups, parts, part.group);
     if (lane_id() == 0) update_group(args, part.group, sums);

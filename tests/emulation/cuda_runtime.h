@@ -164,6 +164,12 @@ inline int __reduce_max_sync(unsigned mask, int value, HVD_SITE) {
 }
 #endif
 
+// In assembly on a GPU: csrc/cuda/device.h.
+template <typename Word>
+inline void store_word(Word* to, Word word) {
+  *to = word;
+}
+
 inline int __popc(unsigned value) { return std::popcount(value); }
 inline int __clz(int value) { return std::countl_zero(static_cast<unsigned>(value)); }
 inline int __ffs(int value) {

@@ -111,7 +111,8 @@ void record_byte(uintptr_t address, bool write, const Access& access, void* code
   history.write = access;
 }
 
-[[maybe_unused]] void record(const void* memory, size_t size, bool write, bool atomic, void* code) {
+[[maybe_unused]] void record(const void* memory, size_t size, bool write, void* code,
+                             bool atomic = false) {
   uintptr_t address = reinterpret_cast<uintptr_t>(memory);
   if (!in_kernel() || is_private(address)) return;
   Access access{clock_of_thread(), true, atomic};
@@ -136,59 +137,11 @@ void forget_accesses(uintptr_t address, size_t size) {
 }
 
 void atomic_access(void* address, size_t size) {
-  record(address, size, true, true, __builtin_return_address(0));
+  record(address, size, true, __builtin_return_address(0), true);
 }
 
 }  // namespace emulation
 
-#define HVD_ACCESS(name, size, write)                                            \
-  void __tsan_##name(void* address) {                                            \
-    emulation::record(address, size, write, false, __builtin_return_address(0)); \
-  }
-#define HVD_ACCESSES(bytes)                       \
-  HVD_ACCESS(read##bytes, bytes, false)           \
-  HVD_ACCESS(write##bytes, bytes, true)           \
-  HVD_ACCESS(unaligned_read##bytes, bytes, false) \
-  HVD_ACCESS(unaligned_write##bytes, bytes, true)
-// Atomic operations in torch's host code; atomicOr announces its own.
-#define HVD_ATOMIC(bits, type)                                               \
-  type __tsan_atomic##bits##_load(const volatile type* at, int) {            \
-    return __atomic_load_n(at, __ATOMIC_SEQ_CST);                            \
-  }                                                                          \
-  void __tsan_atomic##bits##_store(volatile type* at, type value, int) {     \
-    __atomic_store_n(at, value, __ATOMIC_SEQ_CST);                           \
-  }                                                                          \
-  type __tsan_atomic##bits##_fetch_add(volatile type* at, type value, int) { \
-    return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST);                  \
-  }                                                                          \
-  type __tsan_atomic##bits##_fetch_sub(volatile type* at, type value, int) { \
-    return __atomic_fetch_sub(at, value, __ATOMIC_SEQ_CST);                  \
-  }                                                                          \
-  type __tsan_atomic##bits##_fetch_or(volatile type* at, type value, int) {  \
-    return __atomic_fetch_or(at, value, __ATOMIC_SEQ_CST);                   \
-  }
-
-extern "C" {
-void __tsan_init() {}
-void __tsan_func_entry(void*) {}
-void __tsan_func_exit() {}
-void __tsan_vptr_update(void*, void*) {}
-void __tsan_vptr_read(void*) {}
-void __tsan_read_range(void* address, size_t size) {
-  emulation::record(address, size, false, false, __builtin_return_address(0));
-}
-void __tsan_write_range(void* address, size_t size) {
-  emulation::record(address, size, true, false, __builtin_return_address(0));
-}
-HVD_ACCESS(read1, 1, false)
-HVD_ACCESS(write1, 1, true)
-HVD_ACCESSES(2)
-HVD_ACCESSES(4)
-HVD_ACCESSES(8)
-HVD_ACCESSES(16)
-HVD_ATOMIC(8, unsigned char)
-HVD_ATOMIC(32, unsigned)
-HVD_ATOMIC(64, unsigned long)
-}
+#include "accesses.h"
 
 #endif

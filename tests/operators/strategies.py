@@ -153,6 +153,15 @@ def random_indices(layout: Layout, seed: int, spread: int) -> Tensor:
 # Unaligned, adjacent small, and empty groups, with more values than one thread's part.
 MANY_EDGES = torch.tensor([0, 0, 40_001, 40_002, 40_002, 40_009, 99_000, 100_003])
 
+#: Groups as kernels on tiles meet them. runs: of 512 values, as of parameters one after the other. tiny: more than 32
+#: in 256 values. empty: more than 32 at one value. mixed: runs, and groups of more than one part of moments.
+RUNS = {
+    "runs": [72, *[512] * 9, 344, 17, *[512] * 3, 1],
+    "tiny": [i % 4 for i in range(1500)],
+    "empty": [0] * 40 + [700] + [0] * 100 + [3] + [0] * 33 + [512, 512, 0, 900] + [0] * 40,
+    "mixed": [512] * 40 + [9000, 1, 8193] + [300] * 30 + [20_000],
+}
+
 
 @st.composite
 def group_edges(draw: st.DrawFn) -> Tensor:

@@ -1,13 +1,14 @@
 """codebook_encode and codebook_decode against hvd_compress/reference/codes.py, bitwise."""
 
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
 from checks import agrees, agrees_within, bad_tensors, bounded, errors_add_up, on, opchecks, overlaps, refusals, threads
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import MANY_EDGES, bytes_for, bytes_of, group_edges, kinds, scales, seeds, values
+from strategies import MANY_EDGES, RUNS, bytes_for, bytes_of, group_edges, kinds, scales, seeds, values
 from torch import Tensor
 
 from hvd_compress import ops, reference
@@ -73,6 +74,14 @@ def test_many_values(device: str, bits: int) -> None:
         if bits in (1, 4):  # the reference is slow
             agrees("codebook_encode", encode_arguments(MANY_EDGES, "normal", "normal", 5, bits, 2), device)
         agrees("codebook_decode", decode_arguments(MANY_EDGES, "normal", "normal", 5, bits, 2, True), device)
+
+
+@pytest.mark.parametrize("sizes", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_runs(device: str, bits: int, sizes: list[int]) -> None:
+    edges = torch.tensor([0, *accumulate(sizes)])
+    agrees("codebook_encode", encode_arguments(edges, "normal", "normal", 5, bits, 2), device)
+    agrees("codebook_decode", decode_arguments(edges, "normal", "normal", 5, bits, 2, True), device)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -8,7 +8,7 @@ import torch
 from checks import agrees, agrees_within, bounded, on, opchecks, refusals, threads
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import MANY_EDGES, group_edges, kinds, seeds, values
+from strategies import MANY_EDGES, RUNS, group_edges, kinds, seeds, values
 
 from hvd_compress import ops
 from hvd_compress.reference.codes import PART
@@ -31,6 +31,11 @@ def test_equals_reference(device: str, args: list) -> None:
 def test_many_values(device: str, kind: str) -> None:
     with threads(3):
         agrees("moments", arguments_of(MANY_EDGES, kind, 5), device)
+
+
+@pytest.mark.parametrize("sizes", RUNS.values(), ids=RUNS)
+def test_runs(device: str, sizes: list[int]) -> None:
+    agrees("moments", arguments_of(torch.tensor([0, *accumulate(sizes)]), "wild", 5), device)
 
 
 def test_within_other_memory(device: str) -> None:
