@@ -1,8 +1,8 @@
 """Collectives of Gloo on the CPU as messages from each rank to each other one. Gloo's allgather is a ring of N - 1
 trips, its sum one of 2 (N - 1), and a group carries out two collectives at a time.
 
-A message takes one trip if its receiver has said before that it is ready, and three otherwise: so the receives of what
-will follow are posted together with those of what is asked for now.
+A message takes one trip if its receiver has said before that it is ready, and two or three otherwise: so the receives
+of what will follow are posted together with those of what is asked for now.
 """
 
 import math
@@ -19,7 +19,7 @@ from ..engine.collectives import Request
 #: The first tag, and their number: programs begin theirs with 0.
 _TAGS = 2**30
 #: More than the collectives between two rendezvous.
-_APART = 2**16
+_APART = 2**12
 
 
 class Direct:
@@ -84,7 +84,8 @@ class Direct:
             raise ValueError(f"an alltoall of {rows} entries cannot be divided among {self.size} ranks")
         self._begun += 1
         rows = rows if request.verb == "alltoall" else rows * self.size
-        self.awaited[request] = DirectHandle(self, self._begun, request.tensor.new_empty(rows, *shape))
+        self.awaited[request] = handle = DirectHandle(self, self._begun, request.tensor.new_empty(rows, *shape))
+        handle.receive()
         for following in request.following:
             self._await(following)
 
@@ -109,8 +110,11 @@ class DirectHandle:
         self._peers = direct.peers if output.numel() else []
         self._tag = _TAGS + number % _TAGS
         self._works = deque[distributed.Work]()  # each as it is posted: the others' memory stays if one cannot be
+
+    def receive(self) -> None:
+        """Posts the receives."""
         for peer in reversed(self._peers):
-            self._works.append(direct.group.recv([self._rows[peer]], peer, self._tag))
+            self._works.append(self._direct.group.recv([self._rows[peer]], peer, self._tag))
 
     def send(self, parts: list[Tensor]) -> None:
         """Sends ``parts[r]`` to rank r."""

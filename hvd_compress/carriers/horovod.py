@@ -132,6 +132,9 @@ class HorovodCollectives:
     def may_differ(self, device: torch.device) -> bool:
         return False
 
+    def realign(self) -> None:
+        pass
+
     def start(self, request: Request, name: str) -> Handle:
         hvd, mpi_ops = self._hvd, self._mpi_ops
         tensor = request.tensor.detach().to(averaging_device(request.tensor.device))

@@ -81,9 +81,13 @@ class ThreadCollectives:
     def may_differ(self, device: torch.device) -> bool:
         return self.ordered
 
+    def realign(self) -> None:
+        self._started = (self._started // _APART + 1) * _APART
+
     def start(self, request: Request, name: str) -> Handle:
-        # A rendezvous is the same one for all ranks, whatever they have started since the last.
-        self._started = (self._started // _APART + 1) * _APART if request.rendezvous else self._started + 1
+        if request.rendezvous:  # the same one for all ranks, whatever they have started since the last
+            self.realign()
+        self._started += 1
         return self._world.join(request, name, self._members, self.rank, self._started if self.ordered else None)
 
     def check_in(self) -> Callable[[], list[int]]:

@@ -101,6 +101,10 @@ class TorchCollectives:
     def may_differ(self, device: torch.device) -> bool:
         return self._direct is not None and device.type == "cpu"
 
+    def realign(self) -> None:
+        if self._direct is not None:
+            self._direct.meet(())
+
     def start(self, request: Request, name: str) -> Handle:
         tensor = request.tensor
         if self._direct is not None and tensor.is_cpu and request.verb in ("allgather", "alltoall"):

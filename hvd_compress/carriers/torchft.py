@@ -143,10 +143,13 @@ class TorchftCollectives:
     def may_differ(self, device: torch.device) -> bool:
         return False
 
+    def realign(self) -> None:
+        pass
+
     def start(self, request: Request, name: str) -> Handle:
         if self._lost is not None:
             return _Failed(self._lost)
-        group, tensor = self._group, request.tensor
+        group, tensor = self._group, request.tensor.contiguous()
         self._device = tensor.device
         try:
             if request.verb == "allreduce":

@@ -67,6 +67,7 @@ class _RingChannel(Channel):
 
     def set_group_sizes(self, sizes: list[int]) -> None:
         super().set_group_sizes(sizes)
+        self._asked = None
         # A part for each rank; the last ones may be shorter. A multiple of eight values: its codes are whole bytes.
         part = max(8, -(-self.count // (8 * self.ranks)) * 8)
         # The edges of the parts, (ranks + 1,), and of the runs, each within a group and a part: int64, on the CPU.

@@ -5,7 +5,7 @@ starts the operation without waiting.
 """
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -85,7 +85,9 @@ def sum_of_parts(request: Request, ranks: int) -> Generator[Request, torch.Tenso
     """An allreduce as an alltoall and an allgather, in as many bytes. Each part is summed by one rank, in the order of
     ranks: all have the same bits."""
     tensor = request.tensor
-    flat = torch.nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % ranks))
+    flat = tensor.flatten()
+    if len(flat) % ranks:
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
     total = replace(request, verb="allgather", tensor=flat.new_zeros(len(flat) // ranks))
     parts = yield replace(request, verb="alltoall", tensor=flat, then="reduce", following=(total,))
     for part in parts.view(ranks, -1):
@@ -147,6 +149,10 @@ class Collectives(Protocol):
         """Whether ranks may start collectives of tensors on ``device`` that others never start, up to the next
         rendezvous."""
 
+    def realign(self) -> None:
+        """Called on all ranks after a rendezvous in which they were in different calls: what each of them has started
+        since is no part of what follows."""
+
     def start(self, request: Request, name: str) -> Handle:
         """Starts a collective without waiting."""
 
@@ -181,9 +187,9 @@ class Nodes:
             inside = between = None
         self.everyone, self.between, self.inside, self.renew = everyone, between or everyone, inside, renew
 
-    def may_differ(self, device: torch.device) -> bool:
+    def may_differ(self, devices: Iterable[torch.device]) -> bool:
         """Whether ranks may start exchanges that others do not, see :meth:`Collectives.may_differ`."""
-        return self.inside is None and self.everyone.may_differ(device)
+        return self.inside is None and all(map(self.everyone.may_differ, devices))
 
     @property
     def ranks(self) -> int:

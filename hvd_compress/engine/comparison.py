@@ -75,6 +75,8 @@ class _Run:
         except StopIteration:
             return
         except RuntimeError as error:
+            if isinstance(error, Unexpected):
+                self._collectives.realign()
             self.error = error.with_traceback(None)  # whose frames would keep the engine
             return
         self._handle = self._collectives.start(request, f"{self._label}.compare.{self._stage}")

@@ -167,8 +167,9 @@ class Exchanges:
                 (results,) = results
 
     def _performed(self, request: Request) -> Exchange:
-        members = self.nodes.level(request)
-        if request.verb != "allreduce" or members.sums(request.tensor):
+        members, flat = self.nodes.level(request), request.level != "everyone" or self.nodes.inside is None
+        # Of nodes, only some of the ranks of a ring send to another node.
+        if request.verb != "allreduce" or not flat or members.sums(request.tensor):
             return _ask(request)
         return sum_of_parts(request, members.size)
 

@@ -14,7 +14,7 @@ from ..engine.place import check_gradient
 from ..engine.state import Entry, OptionalTensor, Tree, load
 from ..engine.work import undo
 from ..guards.own_gradients import OwnGradients
-from .calls import Calls, Different, Row
+from .calls import AGES, Calls, Different, Row
 from .common_weights import CommonWeights, Weight, scale_residuals
 from .fragments import Fragment, Turns
 from .lengths import Lengths
@@ -76,6 +76,7 @@ class Round:
     ) -> None:
         self._engine, self._common, self._turns, self._delay, self._decay = engine, common, turns, delay, decay
         self._calls, self._gradients, self._lengths, self._peers = calls, gradients, lengths, peers
+        self._devices = {parameter.device for parameter in engine.parameters}
         #: Calls until the round lands, and whether the last one has landed.
         self._left, self._landed = 0, False
         #: By name of the weight, in its shape: in its dtype, and in that of the common weights.
@@ -121,11 +122,12 @@ class Round:
             self._common.stand_in(fragment.weights)
             step = engine.begin(fragment.works, rounds, compared=True)
             # Of peers, each may have taken another number of steps.
-            must_equal = (age if self._peers is None else engine.step) + (step.digest << 28)
-            first = tuple(request for work in fragment.works for request in work.first_requests())
+            must_equal = (age if self._peers is None else engine.step) + (step.digest << AGES)
+            may_differ = engine.nodes.may_differ(self._devices)
+            first = tuple(one for work in fragment.works for one in work.first_requests()) if may_differ else ()
             self._calls.begin(Row("step()", must_equal, number, self._gradients.taken()), first)
             # With a delay a rank would wait here for the slowest one, and between sites for a trip.
-            if self._peers is not None or not (self._delay or engine.nodes.may_differ(engine.parameters[0].device)):
+            if self._peers is not None or not (self._delay or may_differ):
                 self.check()
             self._send(self._sent)
         if not self._delay:
@@ -235,6 +237,7 @@ class Round:
                     self._calls.check()
                     self._engine.finish()
         except (Different, Unexpected):
+            self._engine.clock.reset()
             raise
         except Exception:  # ranks may have failed
             pass

@@ -336,8 +336,6 @@ class Rounds(Clock):
             self._common.take(self._common.ids)
         if not self._round.waits:
             return
-        # First what the others will start in any case, wherever they are.
-        self._round.check()
         with self._calls.meeting(Row("state_dict()")):
             self._round.arrive()
         if self._peers is not None:

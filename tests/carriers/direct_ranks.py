@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -144,7 +145,12 @@ def test_ranks_in_different_calls(world):
             if all(found) and number:
                 assert all(bool((handle.result() == 1).all()) for handle in handles)
             del handles  # one that nobody answers is not waited for
-    check(world, partial(world.start, name="x"))()
+    # Also without a rendezvous, once all ranks know.
+    world.start(rendezvous(torch.zeros(1)), "row").result()
+    if world.rank == 2:
+        world.start(alltoall(torch.ones(world.size)), "x")
+    world.realign()
+    check(world, lambda request: world.start(replace(request, rendezvous=False), "x"))()
 
 
 def test_sums(world):

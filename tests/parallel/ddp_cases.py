@@ -192,6 +192,31 @@ def local_steps_of_nodes():
         hvd_compress.LocalSteps(hvd_compress.IWP(model, nodes=mesh), optimizer, 2, unsent="weights")
 
 
+@register(CASES, named=True)
+def low_bit_of_nodes():
+    """Buckets of different owners, tensors that are not compressed, and lengths: all ranks take part in the latter."""
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("node", "gpu"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(33, 33) for _ in range(3)])
+    optimizer, generator = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.Generator().manual_seed(torch.distributed.get_rank() // 2),
+    )
+    local = hvd_compress.recipes.low_bit(model, optimizer, 2, bits=1, nodes=mesh, bucket_mb=0.003)
+    assert len(local.compression.buckets) == 3
+    for _ in range(7):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+        local.step()
+    local.finish(model)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    everyone = [torch.empty_like(flat) for _ in range(4)]
+    torch.distributed.all_gather(everyone, flat)
+    assert all(torch.equal(flat, other) for other in everyone) and flat.isfinite().all()
+    assert not local.compression.engine.collectives._direct.awaited, "no message is awaited from ranks that send none"
+
+
 @register(CASES, once=True, applies=lambda method: DEVICE.type == "cpu")  # NCCL ends a process instead
 def join_raises_an_error():
     """Rank 0 has no batch. Its error names join(); the others' collectives fail when their time is over."""

@@ -34,7 +34,7 @@ def test_two_nodes():
     for name in ("iwp", "fft-gather", "powersgd"):
         plan[name] = ["plain", "grad_scaler", "rebucketing"]
     plan["iwp"] += ["nodes", "nodes_by_launcher_and_mesh", "dense_at_density_one", "momentum_taken_over"]
-    plan["iwp"] += ["local_steps_of_nodes"]
+    plan["iwp"] += ["local_steps_of_nodes", "low_bit_of_nodes"]
     plan["demo"] += ["signs", "orthogonal"]
     run_cases(["--ddp", "4"], plan, timeout=420, steps=4, nodes=2)
 

@@ -95,6 +95,9 @@ class Member:
     def may_differ(self, device):
         return False
 
+    def realign(self):
+        pass
+
     def check_in(self):
         return list
 
