@@ -23,13 +23,12 @@ class _Done:
 
 class Mirror:
     """The collectives of rank 0 of ``size`` ranks that all send the same. ``seconds``: time spent on the simulation so
-    far, by ``clock``. ``hops``: messages that wait for each other so far, in rings."""
+    far, by ``clock``."""
 
     rank, active, ordered = 0, True, False
 
     def __init__(self, size: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.size, self.clock = size, clock
-        self.seconds, self.hops = 0.0, 0
+        self.size, self.clock, self.seconds = size, clock, 0.0
 
     def generation(self) -> object:
         return Mirror
@@ -55,7 +54,6 @@ class Mirror:
 
     def start(self, request: Request, name: str) -> _Done:
         begin, given = self.clock(), request.tensor
-        self.hops += (2 if request.verb == "allreduce" else 1) * (self.size - 1)
         if request.verb == "allreduce":
             result = given * self.size
         elif request.verb == "allgather":
