@@ -169,8 +169,10 @@ def test_local_steps_on_real_ranks_lower_the_loss_as_simulated_ones_do(launcher,
     host = ["--host", "ddp"] if launcher else []
     found = trained(launcher, [*given, *host], tmp_path / "runs.jsonl" / "result")
     alike = simulated(given, tmp_path / "runs.jsonl" / "simulated")
-    for key in ("train_loss", "test_accuracy", "wire_bytes_per_step"):
+    for key in ("train_loss", "test_accuracy"):
         assert alike[key] == found[key], key
+    # Simulated sums are made of equal parts, as Gloo's, and padded; Horovod's are not.
+    assert 0 <= alike["wire_bytes_per_step"] - found["wire_bytes_per_step"] <= 16
     losses = [entry["train_loss"] for entry in found["history"]]
     assert found["replicas_equal"] and len(losses) == 4 and losses[-1] < 0.9 * losses[0]
     assert found["wire_ratio"] > 2 * 8
