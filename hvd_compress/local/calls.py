@@ -74,15 +74,16 @@ class Calls:
             gathered = self._engine.exchanges.wait(handle)
         rows = gathered.tolist()
         found = [Row(CALLS[call], *rest) for call, *rest in rows if call != COMPARES]
-        if len(found) < len(rows) or len({(row.call, row.must_equal) for row in found}) > 1:
+        differ = len({(row.call, row.must_equal) for row in found}) > 1
+        if differ or len(found) < len(rows):
             self._engine.collectives.realign()
-        if any(row[0] == COMPARES for row in rows):
+        if len(found) < len(rows):
             others = [rank for rank, row in enumerate(rows) if row[0] == COMPARES]
             raise Unexpected(
                 f"this rank is in LocalSteps' {self._own}, and {ranks_text(others)} will compare options first: was "
                 "load_state_dict() called, or a parameter group added, on some ranks only?"
             )
-        if len({(row.call, row.must_equal) for row in found}) > 1:
+        if differ:
             raise _differ(found)
         return found
 
