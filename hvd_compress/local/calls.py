@@ -71,8 +71,7 @@ class Calls:
         if handle is None:
             return []
         with self.meeting(self._own):
-            gathered = self._engine.exchanges.wait(handle)
-        rows = gathered.tolist()
+            rows = self._engine.exchanges.wait(handle).tolist()
         found = [Row(CALLS[call], *rest) for call, *rest in rows if call != COMPARES]
         differ = len({(row.call, row.must_equal) for row in found}) > 1
         if differ or len(found) < len(rows):
