@@ -21,7 +21,7 @@
 #   exchange-buckets IWP with other bucket sizes                    exchange-nodes     two hosts of two ranks, flat and on two levels
 #   exchange-hsdp    FSDP2 on two hosts of two ranks                exchange-pause     computing is a pause; local steps, fragments
 #   exchange-bits    gradients in 8 and 4 bits, and fp16, on DDP
-#   exchange-share   how much of the time is computing, on links of 5 Gbit/s to 50 Mbit/s, ten times slowed down
+#   exchange-share   how much of the time is computing, on links of 5 Gbit/s to 50 Mbit/s, and with a delay, ten times slowed down
 # Time to an accuracy, on four hosts with slow links (root, DATA_DIR): race-resnet20, race-vgg11. Others:
 #   growth           time and memory as network and ranks grow
 #   gradients        errors against bits, on recorded gradients and differences of weights (DATA_DIR)
@@ -391,22 +391,23 @@ case $experiment in
     export "${sleep[@]}"
     methods=() options=()
     row() { methods+=("$1"); [[ ! ${2:-} ]] || options+=(--option "$1:$2"); }
+    outer() { echo "--local-steps $1 --outer-lr 0.7 --outer-momentum 0.9"; }
     row ddp-quantized@47 "$(few_bits 3 2)"
     row ddp-quantized@151 "$(few_bits 5 1)"
     row ddp-quantized@171 "$(few_bits 8 1 --mean-bits 2)"
     row ddp-quantized@483 "$(few_bits 16 1)"
     row ddp-quantized@483-late "$(few_bits 16 1 --bucket-mb 8 --fragments 4 --delay 4)"
-    share() {  # RATES
-      exchange --shapes gpt30m --pause-ms 290 --rate "$1" --steps 3 --max-seconds 60 --methods "$(IFS=,; echo "${methods[*]}")" \
-        "${options[@]}" --json "$out/runs.jsonl/$1"
+    share() {  # RATE [DELAY, in ms]
+      exchange --shapes gpt30m --pause-ms 290 --rate "$1" --delay-ms "${2:-0}" --steps 3 --max-seconds 60 \
+        --methods "$(IFS=,; echo "${methods[*]}")" "${options[@]}" --json "$out/runs.jsonl/$1${2:+-$2ms}"
     }
-    share 20mbit
     share 5mbit
-    row ddp-none
+    for delay in "" 50 250; do share 20mbit $delay; done
     row ddp-fp16
-    for period in 1 8 32 128; do
-      row "ddp-none@diloco-$period" "--local-steps $period --outer-lr 0.7 --outer-momentum 0.9"
-    done
+    row ddp-none@diloco-32 "$(outer 32)"
+    for delay in 50 250; do share 100mbit $delay; done
+    row ddp-none
+    for period in 1 8 128; do row "ddp-none@diloco-$period" "$(outer "$period")"; done
     share 100mbit
     share 500mbit
     ;;
