@@ -14,6 +14,7 @@
 #   gpt-adamw        every method, local steps, learning rates      gpt-ranks      dense and DeMo with 8 and 16 ranks
 #   gpt-muon         Muon: dense, local steps in few bits           gpt-muon-ranks the same with 16 and 32 ranks
 #   gpt-sizes        the same with 0.07 M and 1 M parameters        gpt-long       the same with 10,000 steps
+#   gpt-recipe       README's program: torch's Muon and AdamW, by recipes.low_bit, and dense
 #   gpt-nodes        DeMo on 4 nodes of 4 ranks
 #   gpt-tune         a pretrained GPT tags bytes: AdamW, and methods
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
@@ -95,7 +96,7 @@ simulate() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: a row by compare.py; its
 }
 
 gpt() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: 1,500 steps of 32 windows
-  simulate "$@" --data text --model "${model:-gpt}" --epochs "${epochs:-15}" -- --optimizer "${optimizer:-adamw}" --batch-size "${batch:-8}" --eval-every 5
+  simulate "$@" --data text --model "${model:-gpt}" --epochs "${epochs:-15}" -- --optimizer "${optimizer:-adamw}" --batch-size "${batch:-8}" --eval-every "${every:-5}"
 }
 
 few_bits() {  # PERIOD BITS ARGUMENTS...: options of local steps in few bits, with error feedback
@@ -238,6 +239,12 @@ case $experiment in
     optimizer=muon gpt topk@sparseloco 2e-3,3e-3,6e-3 1/45 "--dense-values fp16 --local-steps 10 --unsent buffer --buffer-decay 0.95"
     optimizer=muon gpt none@muloco-45 3e-3,6e-3 "" "--local-steps 45 --outer-lr 0.7 --outer-momentum 0.6"
     gpt quantized@adamw-45 3e-3,6e-3 "" "$(few_bits 3 2)"
+    report "$out"
+    ;;
+  gpt-recipe)
+    optimizer=muon-adamw every=1
+    ranks=1 batch=32 gpt none@muon-adamw 3e-3,6e-3,1.2e-2 "" "" --seeds 0,1,2
+    gpt quantized@recipe 3e-3,6e-3,1.2e-2 "" "$(few_bits 3 2 --restore-length)" --seeds 0,1,2
     report "$out"
     ;;
   gpt-muon-ranks)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import hvd_compress
 from experiment.models import hidden_matrices
 from hvd_compress.methods.orthogonal import orthogonalize
+from hvd_compress.trainers import CombinedOptimizer
 
 #: Settings of each optimizer and their defaults.
 OPTIMIZERS: dict[str, dict[str, float]] = {
@@ -18,6 +20,8 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     # SGD without momentum, for a method that has its own and sends signs: learning rates as for AdamW.
     "plain": {"lr": 6e-3, "weight_decay": 0.01},
     "muon": {"lr": 8e-3, "weight_decay": 0.01, "momentum": 0.95},
+    # torch.optim.Muon of the hidden matrices and AdamW of the others, as README has them.
+    "muon-adamw": {"lr": 6e-3},
 }
 
 
@@ -72,6 +76,10 @@ def build(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     parameters, settings = model.parameters(), {"lr": args.lr, "weight_decay": args.weight_decay}
     if args.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **settings)
+    if args.optimizer == "muon-adamw":
+        matrices, others = hvd_compress.hidden_matrices(model)
+        muon = torch.optim.Muon(matrices.values(), lr=args.lr, adjust_lr_fn="match_rms_adamw")
+        return CombinedOptimizer([muon, torch.optim.AdamW(others.values(), lr=args.lr)])
     if args.optimizer == "muon":
         return Muon(matrices_apart(model, "orthogonal"), momentum=args.momentum, **settings)
     return torch.optim.SGD(parameters, momentum=args.momentum or 0.0, **settings)
