@@ -53,12 +53,16 @@ def curve(row: str) -> Result:
     return min(found, key=lambda run: float(run["test_bits_per_byte"]))
 
 
+def name_of(link: str, exchange: str) -> str:
+    return "-".join([*filter(None, LINKS[link]), exchange])
+
+
 def of(link: str, exchange: str, args: argparse.Namespace) -> Run:
     row, method, options = EXCHANGES[exchange]
     training = ("--data", "text", "--model", "gpt", "--epochs", "15", "--batch-size", "8", "--optimizer", "muon-adamw")
     steps = ("--lr", str(curve(row)["config"]["lr"]), "--max-steps", str(args.steps))
     arguments = (*training, *steps, "--host", "ddp", "--compression", method, *options)
-    return Run(args.out / "runs.jsonl" / f"{link}, {exchange}", HOSTS, arguments)
+    return Run(args.out / "runs.jsonl" / name_of(link, exchange), HOSTS, arguments)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -76,7 +80,7 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     lines = []
     for link in LINKS:
         for exchange, trained in learned.items():
-            seconds = float(found[f"{link}, {exchange}"]["step_ms_median"]) / 1000
+            seconds = float(found[name_of(link, exchange)]["step_ms_median"]) / 1000
             line = {"links": link, "exchange": exchange, "ms a step": f"{1000 * seconds:,.0f}"}
             for target in TARGETS:
                 there = race.reached(trained, target)

@@ -18,7 +18,9 @@ def results(tmp_path, monkeypatch):
         ("none@muon-adamw-3e-3-0", 3e-3, (2.0, 2.0, 2.0)),
         ("quantized@recipe-3e-3-0", 3e-3, (3.0, 2.5, 2.0)),
     ):
-        history = [{"epoch": i, "step": 100 * i, "test_bits_per_byte": b, "seconds": 1.0} for i, b in enumerate(bits, 1)]
+        history = [
+            {"epoch": i, "step": 100 * i, "test_bits_per_byte": b, "seconds": 1.0} for i, b in enumerate(bits, 1)
+        ]
         config = {"lr": rate, "seed": 0}
         run = {"test_bits_per_byte": bits[-1], "history": history, "config": config}
         write_run(tmp_path / "gpt-recipe" / "runs.jsonl" / name, run)
@@ -30,7 +32,8 @@ def results(tmp_path, monkeypatch):
 def test_seconds_are_steps_times_the_time_of_a_step_on_the_link(results):
     for number, link in enumerate(seconds_to_loss.LINKS, 1):
         for exchange in seconds_to_loss.EXCHANGES:
-            write_run(results / "gpt-links" / "runs.jsonl" / f"{link}, {exchange}", {"step_ms_median": 100.0 * number})
+            path = results / "gpt-links" / "runs.jsonl" / seconds_to_loss.name_of(link, exchange)
+            write_run(path, {"step_ms_median": 100.0 * number})
     rows = seconds_to_loss.rows(argparse.Namespace(out=results / "gpt-links"))
     assert [row["seconds to 2"] for row in rows] == ["15", "15", "30", "30", "30", "60", "45", "45", "90"]
 
@@ -50,4 +53,4 @@ def test_measures_steps_of_each_link_and_exchange(results, tmp_path):
     process = start([sys.executable, "-c", code, "--measure", "--steps", "3", "--out", str(tmp_path / "out")])
     assert finish(process, 300).count("| here") == 3
     periods = {name: run["config"]["local_steps"] for name, run in read_runs(tmp_path / "out" / "runs.jsonl").items()}
-    assert periods == {"here, dense": None, "here, fp16": None, "here, low_bit": 3}
+    assert periods == {"none-dense": None, "none-fp16": None, "none-low_bit": 3}
