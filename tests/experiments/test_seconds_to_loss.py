@@ -18,11 +18,10 @@ def results(tmp_path, monkeypatch):
         ("none@muon-adamw-3e-3-0", 3e-3, (2.0, 2.0, 2.0)),
         ("quantized@recipe-3e-3-0", 3e-3, (3.0, 2.5, 2.0)),
     ):
-        history = [
-            {"epoch": i, "step": 100 * i, "test_bits_per_byte": b, "seconds": 1.0} for i, b in enumerate(bits, 1)
-        ]
-        config = {"lr": rate, "seed": 0}
-        run = {"test_bits_per_byte": bits[-1], "history": history, "config": config}
+        tests = enumerate(bits, 1)
+        history = [{"epoch": i, "step": 100 * i, "test_bits_per_byte": b, "seconds": 1.0} for i, b in tests]
+        run = {"test_bits_per_byte": bits[-1], "history": history, "steps": 300, "epochs": 3}
+        run["config"] = {"lr": rate, "seed": 0}
         write_run(tmp_path / "gpt-recipe" / "runs.jsonl" / name, run)
     monkeypatch.setattr(seconds_to_loss, "RESULTS", tmp_path)
     monkeypatch.setattr(seconds_to_loss, "TARGETS", (2.0,))
