@@ -13,6 +13,10 @@ html_show_sphinx = False
 html_copy_source = False
 
 myst_heading_anchors = 4
+# Raw results are files that pages link, and no pages of the navigation.
+suppress_warnings = ["toc.not_included"]
+# Equations are no code.
+highlight_language = "none"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
@@ -26,3 +30,13 @@ napoleon_use_param = True
 # A reference to one of our own names that does not exist is an error; other projects' names are not looked up.
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!hvd_compress).*")]
+
+
+def colour_examples(app, what, name, obj, options, lines):
+    """Makes the examples in docstrings Python; other literal blocks are equations."""
+    lines[:] = ["Example:\n\n.. code-block:: python" if line == "Example::" else line for line in lines]
+    lines[:] = [part for line in lines for part in line.split("\n")]
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", colour_examples)

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/custom_method.py --steps 200 --checkpoints /tmp/custom_method
 
-docs/your_own_method.md explains the two classes. They run under Horovod as they are, too.
+docs/extending.md explains the two classes. They run under Horovod as they are, too.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/local_matrices.py --steps 200 --checkpoints /tmp/local_matrices
 
-With 16 and more ranks this loses less than local steps of all parameters (docs/many_ranks.md), at the learning rate of
+With 16 and more ranks this loses less than local steps of all parameters (docs/local_steps.md), at the learning rate of
 dense training. Every rank saves its own checkpoint at the end. If the folder has checkpoints, training resumes from
 them, bit-exactly.
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All checks that need a GPU, without internet: builds the CUDA operators, compares them with the reference, runs
 # compute-sanitizer and the benchmarks, and trains two ranks on one card, under DDP, FSDP2 and Horovod. Prints Markdown on
-# standard output, of which docs/gpu.md is made, and the steps' output on standard error.
+# standard output, of which docs/results/gpu/h200.md is made, and the steps' output on standard error.
 #   scripts/gpu_check.sh [STAGE...] >gpu.md     of: build horovod fft operators ddp bench train sanitizer; all by default
 # They run in this order, and every call builds first; the result is kept in build/gpu_check. A card that is lent for a
 # quarter of an hour: scripts/gpu_carry.sh builds beforehand, where there is none, and then
@@ -250,7 +250,7 @@ if stage horovod; then
 fi
 
 # --- fft
-# The illegal address that docs/gpu.md tells of: the case with each of these settings, side by side; a line each, and the
+# The illegal address that docs/results/gpu/h200.md tells of: the case with each of these settings, side by side; a line each, and the
 # first words about the fault.
 # shellcheck disable=SC2329
 fault() {

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes the table of mistakes in docs/troubleshooting.md from the docstrings of hvd_compress/guards/.
+"""Writes the table of mistakes in docs/check.md from the docstrings of hvd_compress/guards/.
 
     .venv/bin/python scripts/troubleshooting.py             # tests/docs/test_troubleshooting.py holds the page current
 
 A guard's docstring has fields, each of which may go on in indented lines: People, Cost, Noticed, Message and Cure. A
-Cure ends an entry; the next one may leave out People and Cost, which then are those of the one before. The other parts
-of the page are written by hand.
+Cure ends an entry; the next one may leave out People and Cost, which then are those of the one before. The table has
+messages and cures; the other fields are for readers of the code. The other parts of the page are written by hand.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, GUARDS = ROOT / "docs" / "troubleshooting.md", ROOT / "hvd_compress" / "guards"
+PAGE, GUARDS = ROOT / "docs" / "check.md", ROOT / "hvd_compress" / "guards"
 BEGIN, END = "<!-- made by scripts/troubleshooting.py -->\n", "<!-- end -->\n"
-COLUMNS = {"Message": "message", "People": "what people do", "Cost": "what it would cost", "Cure": "cure"}
+COLUMNS = {"Message": "message", "Cure": "cure"}
 
 
 def entries(docstring: str) -> Iterator[dict[str, str]]:

@@ -134,7 +134,7 @@ def estimate(
 ) -> None:
     """Step time of dense, fp16 and every method: does compression help on this network, and which?
 
-    With --ranks-per-node, methods work on two levels (docs/quickstart_nodes.md): sent are the bytes of a host's link.
+    With --ranks-per-node, methods work on two levels (docs/nodes.md): sent are the bytes of a host's link.
     Computation is measured now, on this machine's CPU; the network is a model of its links.
     """
     from . import estimate as model_of

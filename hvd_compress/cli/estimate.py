@@ -158,7 +158,7 @@ def verdict(found: Sequence[Estimate], optimizer: str, exchange_only: bool = Fal
     if fastest.step * WORTH < best.step:
         text += f" ({fastest.method}: {base.step / fastest.step:.1f} times)"
     if best.method.startswith("DeMo"):
-        text += "; with torch.optim.SGD without momentum in place of your optimizer, docs/demo.md"
+        text += "; with torch.optim.SGD without momentum in place of your optimizer, docs/gradients.md"
     if exchange_only:
         text += ". This is an upper bound: the step has no computation without --compute-ms"
     return text + "."

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch.autograd import profiler
 
-#: Explained in ``docs/metrics.md``.
+#: Explained in ``docs/check.md``.
 Stage = Literal["accumulate", "select", "encode", "reduce", "apply", "exchange", "wait", "dense"]
 
 _NOTHING = nullcontext()

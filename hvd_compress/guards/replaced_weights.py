@@ -6,7 +6,7 @@ Cost: 16 to 157 % of the difference was in the weights after the next exchange.
 Noticed: some entries of 32 weights are compared with those that the last step of an optimizer, or the last exchange,
     has left.
 Message: `the weights have changed` …, `some weights have changed` …
-Cure: [`local.take_weights()`](local_steps.md#weights-that-are-replaced) on all ranks after it
+Cure: [`local.take_weights()`](local_steps.md#what-to-know) on all ranks after it
 """
 
 import weakref

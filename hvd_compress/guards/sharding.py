@@ -5,7 +5,7 @@ Cost: FSDP averages over all ranks without compression, and the compressor does 
 Noticed: by the meshes, when hooks are registered or local steps built.
 Message: `without compression, and the compressor over` …
 Cure: the 1-D `mesh["shard"]` for `fully_shard()`, and the group of the replicas as `process_group=`
-    ([FSDP2](quickstart_fsdp.md))
+    ([FSDP2](nodes.md))
 
 People: leave parameters out of `fully_shard()`, or build the compressor before it.
 Cost: they are not averaged, and the replicas drift apart.

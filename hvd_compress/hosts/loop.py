@@ -21,7 +21,7 @@ def average_gradients(compression: Any) -> None:
     """Averages the gradients of a compressor's parameters over the ranks, in ``.grad``.
 
     For a plain model, in place of DistributedDataParallel and its hook; also for one part of a model of which another
-    part takes local steps (``docs/many_ranks.md``). Nothing overlaps the backward pass. Call it on all ranks, once for
+    part takes local steps (``docs/local_steps.md``). Nothing overlaps the backward pass. Call it on all ranks, once for
     each step of the optimizers, after the last backward pass and before gradients are unscaled or clipped.
 
     Example::

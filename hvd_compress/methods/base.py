@@ -76,7 +76,7 @@ class Compressor(Reporting, Method):
         process_set: the one given to Horovod's optimizer, if any.
         process_group: the one given to DistributedDataParallel, if any; with FSDP2, the group of the replicas, such as
             ``mesh.get_group("replicate")``. Or a torchft ``Manager``: ranks that come and go (``docs/torchft.md``).
-        nodes: several GPUs a node (``docs/quickstart_nodes.md``): gradients are summed inside a node, where the network
+        nodes: several GPUs a node (``docs/nodes.md``): gradients are summed inside a node, where the network
             is fast, and the compressor exchanges between nodes; each rank of a node does that for its share of the
             parameters. True: nodes as torchrun or Horovod have started them; a number of nodes, which divides the ranks
             in order; with torch, a ``DeviceMesh`` of the dimensions node and GPU. All ranks must build the compressor

@@ -68,7 +68,7 @@ class IWP(SparseMethod):
         density: slots as a share of the entries. Where two leaders select one entry, fewer are sent.
         leaders: how many ranks, on average, select the entries of one block; None for all.
         explore: share of the blocks in which entries are drawn at random in proportion to importance, in [0, 1].
-        block_means: send the mean of every block in each step, one more value per 256 entries (``docs/iwp.md``).
+        block_means: send the mean of every block in each step, one more value per 256 entries (``docs/methods.md``).
 
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """

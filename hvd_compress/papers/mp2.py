@@ -53,7 +53,7 @@ class MP2(SparseMethod):
     attention and max pooling, trained beforehand on recorded trainings, where training shows that it is good. Ours:
     which entries are sent (with prediction those that were predicted badly more often, since only their errors are
     sent); the residual, so that over all steps nothing is lost; the predictor's inputs, sizes and training
-    (``docs/shared_selection.md``); the measure of the gate; a step predicts a ninth of the windows, the others keep
+    (``docs/methods.md``); the measure of the gate; a step predicts a ninth of the windows, the others keep
     their prediction until their turn.
 
     Every rank computes the predictions itself, so all ranks need the same type of processor and number of threads. They
@@ -70,7 +70,7 @@ class MP2(SparseMethod):
     Args:
         density: entries sent in a step as a share of all; a number.
         prediction: predict unsent entries. Off by default: it costs time, and the shipped predictor gains little
-            (docs/shared_selection.md).
+            (docs/methods.md).
 
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
 

@@ -2,7 +2,7 @@
 """Take the loss of many ranks' local steps apart: is it the period, the bits, or that each rank normalises its own
 noisy gradient, and of which parameters?
 
-    ranks_apart.py                                    a table of docs/many_ranks.md, of stored runs
+    ranks_apart.py                                    a table of docs/results/ranks-apart/tables.md, of stored runs
     ranks_apart.py --tables rates transfer ranks      its other tables
     ranks_apart.py --train [--tables ...]             simulates what is not stored
     ranks_apart.py --plan --device cuda --tables ...  how much that is

@@ -12,7 +12,7 @@ Needs nvcc 13 with cuobjdump and nvdisasm, and g++. For each kernel of the old c
 
 The time is ``launches * a + (memory**p + (b * issue + c * latency)**p)**(1 / p)``: memory is bytes / bandwidth of a
 copy, issue is instructions / what all schedulers issue, latency is rounds of resident warps * dependent loads. a, b, c
-and p are fitted to the rows of docs/gpu.md that the old kernels measured; the fit's errors are printed.
+and p are fitted to the rows of docs/results/gpu/h200.md that the old kernels measured; the fit's errors are printed.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "emulation")]
 N, RUN, GROUPS = 25_000_000, 512, 4
-COPY = 3321.1e9  # bytes a second, read and written; docs/gpu.md
+COPY = 3321.1e9  # bytes a second, read and written; docs/results/gpu/h200.md
 MULTIPROCESSORS, SCHEDULERS, CLOCK, REGISTERS = 132, 4, 1.755e9, 65536
 
 
@@ -145,7 +145,7 @@ def work(kernels: dict, old: bool, operator: str, bits: int, runs: bool) -> tupl
     return kernel.cycle(*loop, "STG.E.128", "STG.E.128") / 8 + before / 32, 6, 32, registers
 
 
-# Milliseconds in docs/gpu.md, of the commit before: operator, bits, runs, added.
+# Milliseconds in docs/results/gpu/h200.md, of the commit before: operator, bits, runs, added.
 MEASURED = {
     ("moments", 0, False, False): 0.052, ("moments", 0, True, False): 0.086,
     ("encode", 4, False, False): 0.146, ("decode", 4, False, False): 0.087,
@@ -223,7 +223,7 @@ def count(library: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--old", default="fa2a29b", help="a commit with the kernels that docs/gpu.md measured")
+    parser.add_argument("--old", default="fa2a29b", help="a commit with the kernels of docs/results/gpu/h200.md")
     parser.add_argument("--count", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.count:

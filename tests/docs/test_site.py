@@ -56,7 +56,7 @@ def broken(site):
 
 
 def test_links_lead_somewhere(site):
-    assert (site / "quickstart_ddp.html").exists()
+    assert (site / "local_steps.html").exists()
     assert not broken(site)
 
 

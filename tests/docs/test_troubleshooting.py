@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has the entries of the guards' docstrings, and the messages that it explains are in the
+"""docs/check.md has the entries of the guards' docstrings, and the messages that it explains are in the
 source."""
 
 import ast

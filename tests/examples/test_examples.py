@@ -34,6 +34,8 @@ SLOW = {
     "restarts": {"torch": ["elastic_local_steps"]},
 }
 ELASTIC = "horovod_elastic"
+#: By tests/docs/test_pages.py, with the program of the page.
+TORCHFT = "torchft_local_steps"
 #: Seconds of a launch, on a machine that is busy otherwise.
 LIMIT = 480.0
 LINE = r"rank (\d): (\d+) steps(?: from (\d+))?, loss (\d+\.\d+), (\d+\.\d|nan) times fewer bytes"
@@ -85,7 +87,7 @@ def launched(command, endpoint="127.0.0.1:0", **more):
 def test_every_example_is_tested_short_and_in_the_index():
     files = {path.stem: path.read_text() for path in EXAMPLES.glob("*.py")}
     tested = itertools.chain(*(names for examples_of in (LAUNCHES | SLOW).values() for names in examples_of.values()))
-    assert files.keys() == {*tested, ELASTIC}
+    assert files.keys() == {*tested, ELASTIC, TORCHFT}
     assert {name for name, text in files.items() if len(text.splitlines()) > 90} == set()
     assert set(re.findall(r"\((\w+)\.py\)", (EXAMPLES / "README.md").read_text())) == files.keys()
 

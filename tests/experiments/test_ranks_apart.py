@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_compress.reference.low_bit import encode, lloyd_max
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "many_ranks.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "ranks-apart" / "tables.md"
 CPU = torch.device("cpu")
 
 

@@ -1,7 +1,7 @@
 """Horovod's optimizer behaves with a compressor in it as without (tests/parallel/optimizer_cases.py), and users'
 training scripts train as without (horovod_script_cases.py), on two ranks.
 
-Two reasons for a difference are documented (docs/shared_selection.md, docs/limits.md): MIPD needs equal weights on all
+Two reasons for a difference are documented (docs/methods.md, docs/horovod.md): MIPD needs equal weights on all
 ranks, and a gradient between ``backward()`` and ``synchronize()`` is the compressor's.
 """
 
