@@ -21,8 +21,9 @@ from .base import Averaged, Channel, Codec
 from .cast import Cast
 from .coded_gather import CodedGather
 from .coded_ring import CodedRing
+from .floats import Plain, RangeFloat
 from .lanes import Lanes
-from .packed import Lloyd, Plain, RangeFloat
+from .packed import Lloyd
 
 _ALLOWED = "fp32, fp16, lanes2 to lanes16, range4 to range16, lloyd1 to lloyd8; all but lanes also with -gather"
 

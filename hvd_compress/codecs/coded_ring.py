@@ -1,5 +1,6 @@
 """The coded ring: codes that cannot be summed, in a reduce-scatter and an allgather."""
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -47,10 +48,10 @@ class CodedRing(Codec):
         return self.code.name + mean + (f", a scale for {self.run} values" if self.run != 512 else "")
 
     def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
-        return _RingChannel(self, groups, ranks, rank, device)
+        return RingChannel(self, groups, ranks, rank, device)
 
 
-class _RingChannel(Channel):
+class RingChannel(Channel):
     """The message to one rank, and from one rank in the allgather::
 
         | a scale for each run of the part, bfloat16 | padding to ``columns`` scales | codes |
@@ -78,15 +79,13 @@ class _RingChannel(Channel):
         # The first run of each part, and the number of all runs: (ranks + 1,).
         first = torch.searchsorted(runs, ends)
         self.columns = max(1, int(first.diff().max()))
-        # The place of each run in a flat table of (ranks, columns).
-        row = torch.arange(self.ranks, dtype=torch.int64, device="cpu") * self.columns - first[:-1]
-        number = torch.arange(len(runs) - 1, dtype=torch.int64, device="cpu")
-        self.place = (number + row.repeat_interleave(first.diff())).to(self.device)
+        # The places of runs in a flat table of (ranks, columns).
+        used = torch.arange(self.columns, dtype=torch.int64, device="cpu") < first.diff()[:, None]
+        self.place = used.flatten().nonzero().flatten().to(self.device)
         self.begin, self.end = ends[self.rank : self.rank + 2].tolist()
         own = runs[int(first[self.rank]) : int(first[self.rank + 1]) + 1] - self.begin
         self.runs, self.own_runs = runs.to(self.device), own.to(self.device)
         self.head, size, reply = 2 * self.columns, self.code.size(part), self.mean_code.size(part)
-        self.codes = torch.zeros(self.ranks, size, dtype=torch.uint8, device=self.device)
         self.message = torch.zeros(self.ranks, self.head + size, dtype=torch.uint8, device=self.device)
         self.reply = torch.zeros(self.head + reply, dtype=torch.uint8, device=self.device)
 
@@ -99,41 +98,47 @@ class _RingChannel(Channel):
         return alltoall(self.message.view(-1), answer), answer
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
-        codes = self.codes.view(-1)[: self.code.size(self.count)]
-        scales = self._encode(self.code, values, self.runs, codes, self.quantization_error)
+        codes, scales, wrong = yield from self.exchange(values, invalid, key)
+        self._decode(self.mean_code, codes, scales, self.runs, self.mean, add=False)
+        invalidate(self.mean, wrong)
+        return self.mean, self.quantization_error
+
+    def exchange(self, values: Tensor, invalid: Tensor, key: int) -> Generator[Request, Tensor, tuple[Tensor, ...]]:
+        """As :meth:`average`: the average's codes, the scales of its runs, and whether it is invalid."""
+        rows = self.message[:, self.head :]
+        codes = torch.zeros_like(rows, memory_format=torch.contiguous_format)
+        flat = codes.view(-1)[: self.code.size(self.count)]
+        scales = self._encode(self.code, values, self.runs, flat, self.quantization_error)
+        rows.copy_(codes)
         header = torch.zeros(self.ranks * self.columns, dtype=torch.bfloat16, device=self.device)
         header[self.place] = scales
         header.masked_fill_(invalid != 0, float("nan"))
         self.message[:, : self.head] = header.view(torch.uint8).view(self.ranks, -1)
-        self.message[:, self.head :] = self.codes
         sent, answer = self._asked or self._ask()
         self._asked = None
         theirs = (yield sent).view(self.ranks, -1)
 
-        part = torch.zeros(self.end - self.begin, dtype=torch.float32, device=self.device)
-        received, own = self._scales(theirs), self.code.size(len(part))
+        own, error = (tensor[self.begin : self.end] for tensor in (values, self.quantization_error))
+        part, received = torch.empty_like(own), self._scales(theirs)
         for sender, (row, scales) in enumerate(zip(theirs, received, strict=True)):
-            if sender == self.rank:
-                part += values[self.begin : self.end]
-                continue
-            codes, scales = row[self.head :][:own], scales[: len(self.own_runs) - 1]
-            self._decode(self.code, codes, scales, self.own_runs, part, add=True)
+            if sender != self.rank:
+                codes, scales = row[self.head :][: self.code.size(len(part))], scales[: len(self.own_runs) - 1]
+                self._decode(self.code, codes, scales, self.own_runs, part, add=sender > 0)
+            elif sender:
+                part += own
+            else:
+                part.copy_(own)
         part *= 1.0 / self.ranks
-        error = torch.empty_like(part)
         codes = self.reply[self.head :][: self.mean_code.size(len(part))]
         scales = self._encode(self.mean_code, part, self.own_runs, codes, error)
-        # An error in the average is ``ranks`` times as large in the sum.
-        torch.mul(error, self.ranks, out=self.quantization_error[self.begin : self.end])
+        error *= self.ranks  # in the sum it is as many times as large
         header = torch.zeros(self.columns, dtype=torch.bfloat16, device=self.device)
         header[: len(scales)] = scales
         self.reply[: self.head] = header.masked_fill_(received.isnan().any(), float("nan")).view(torch.uint8)
 
         rows = (yield answer).view(self.ranks, -1)
-        received = self._scales(rows)
-        codes = rows[:, self.head :].reshape(-1)[: self.mean_code.size(self.count)]
-        self._decode(self.mean_code, codes, received.view(-1)[self.place], self.runs, self.mean, add=False)
-        invalidate(self.mean, received.isnan().any())
-        return self.mean, self.quantization_error
+        received, codes = self._scales(rows), rows[:, self.head :].reshape(-1)[: self.mean_code.size(self.count)]
+        return codes, received.view(-1)[self.place], received.isnan().any()
 
     def _encode(self, code: Code, values: Tensor, runs: Tensor, codes: Tensor, error: Tensor) -> Tensor:
         """Writes codes and errors; returns the scales as they are sent."""

@@ -1,7 +1,7 @@
 """The weights that all ranks share between local steps, and each rank's own weights relative to them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -98,17 +98,20 @@ class CommonWeights:
         self._clear_unsent()
 
     def stand_in(self, weights: Iterable[Weight], ends: bool = False) -> None:
-        """Lets compressors that select by weights see the common weights, which are the same on all ranks, until this
-        ``ends``."""
+        """Shows compressors that select by weights the common weights, the same on all ranks, until this ``ends``."""
         for weight in weights:
             if weight.place is not None:
                 with weight.order:
                     weight.place.piece.let_stand_in(None if ends else weight.common.to(weight.own.dtype))
 
-    def progress(self, weight: Weight) -> Tensor:
-        """How far a parameter has come since the last exchange: what the compressor gets as its gradient."""
+    def progress(self, weight: Weight, in_place: bool = False) -> Tensor:
+        """How far a parameter has come since the last exchange: what the compressor gets as its gradient. ``in_place``:
+        the parameter becomes that, if its dtype allows it."""
         with weight.order:
-            return self.advance(weight) if weight.place is None else self.advance(weight).to(weight.own.dtype)
+            own, compressed = weight.own, weight.place is not None
+            if in_place and (compressed or own.dtype == weight.common.dtype):
+                return torch.sub(own, self.start(weight).to(own.dtype), out=own)
+            return self.advance(weight).to(own.dtype) if compressed else self.advance(weight)
 
     def advance(self, weight: Weight) -> Tensor:
         """How far a parameter has come: in the dtype of the common weights."""
@@ -123,10 +126,10 @@ class CommonWeights:
         unsent: Tensor = weight.place.work.residual_of(weight.place.piece)
         return weight.common + unsent
 
-    def move(self, weights: Sequence[Weight], averages: Mapping[str, Tensor]) -> None:
+    def move(self, weights: Sequence[Weight], averages: dict[str, Tensor]) -> None:
         """Adds the averages, by name, to the common weights, through the outer optimizer. On return ``averages`` holds
-        what was not added: 0, or the entries that are not finite. All operations are rounded by IEEE 754: the result is
-        the same on all processors."""
+        what was not added: nothing, or the entries that are not finite, and 0 beside them. All operations are rounded
+        by IEEE 754: the result is the same on all processors."""
         for weight in weights:
             average = averages[weight.name]
             with weight.order:
@@ -137,7 +140,7 @@ class CommonWeights:
                     weight.velocity.mul_(self._momentum).add_(step)
                     step = step + weight.velocity * self._momentum
                 weight.common.add_(step if self._lr == 1.0 else step * self._lr)
-                average.sub_(applied)
+                averages[weight.name] = average.new_zeros(()) if whole else average.sub_(applied)
 
     def applied(self) -> bool:
         """Whether the parameters are the common weights. Synchronises a GPU."""

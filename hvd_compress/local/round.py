@@ -52,8 +52,7 @@ class Round:
         landed:      A += outer(finite u),          w = start + non-finite u + (w - before)
         taken back:  compressed d is in r again,    w = start + uncompressed d + (w - before)
 
-    A round lands ``delay`` calls after it has begun. All of this is written by :meth:`_write`; beside it, only averages
-    of all weights are (:mod:`.whole_average`).
+    A round lands ``delay`` calls after it has begun; if that is 0, d and u are in the parameters until it has ended.
 
     Args:
         calls, gradients: compare what the ranks are in, and whether their gradients are their own.
@@ -100,8 +99,7 @@ class Round:
     # What the calls of LocalSteps.step() do.
 
     def begin(self, number: int) -> bool:
-        """Begins the next round, in the call of ``LocalSteps.step()`` with this number. Returns whether it has landed:
-        without delay."""
+        """Begins the next round, in call ``number`` of ``LocalSteps.step()``. Returns whether it has landed."""
         self.finish()
         if self._applying:
             raise RuntimeError(
@@ -150,8 +148,7 @@ class Round:
         return False
 
     def check(self) -> None:
-        """Raises ``RuntimeError``, on all ranks, if they are in different calls, or their gradients are averages.
-        Waits for their rows, if they have not been seen."""
+        """Waits for the ranks' rows. Raises ``RuntimeError``, on all, if calls differ or gradients are averages."""
         self._gradients.check([row.extra for row in self._calls.check()])
 
     def finish(self) -> None:
@@ -164,13 +161,12 @@ class Round:
     def _send(self, sent: _Sent) -> None:
         """Starts to exchange the progress, bucket by bucket."""
         engine, fragment, squares = self._engine, sent.fragment, list[Tensor]()
-        if self._delay:
-            for weight in fragment.weights:
-                with weight.order:
-                    self._before[weight.name] = torch.empty_like(weight.common).copy_(weight.own)
         # The last parameters first: their buckets come first.
         for weight in reversed(fragment.weights):
-            progress = self._progress[weight.name] = self._common.progress(weight)
+            if self._delay:
+                with weight.order:
+                    self._before[weight.name] = torch.empty_like(weight.common).copy_(weight.own)
+            progress = self._progress[weight.name] = self._common.progress(weight, not self._delay)
             if self._lengths is not None:
                 squares.append(self._lengths.square(weight, progress))
             check_gradient(weight.name, progress, weight.place)
@@ -207,25 +203,30 @@ class Round:
         self._left = 0
         if not self._averages:
             return
-        averages, self._averages, self._applying = self._averages, {}, True
-        weights = [weight for weight in self._common.weights if weight.name in averages]
-        self._common.move(weights, averages)
-        self._write(weights, averages)
-        if self._decay != 1.0:
-            scale_residuals({w.place.work for w in weights if w.place is not None}, self._decay)
-        self._landed, self._applying = True, False
+        with self._taken_back_on_failure():
+            averages, self._averages, self._applying = self._averages, {}, True
+            weights = [weight for weight in self._common.weights if weight.name in averages]
+            self._common.move(weights, averages)
+            self._write(weights, averages)
+            if self._decay != 1.0:
+                scale_residuals({w.place.work for w in weights if w.place is not None}, self._decay)
+            self._landed, self._applying = True, False
 
-    def take_back(self) -> None:
-        """Called when the exchange has failed and the engine was reset, so that compressed progress is in the residual,
-        and is zero here. Weights whose progress was not sent stay as they are."""
-        sent, self._sent, self._left = self._sent, None, 0
+    def take_back(self) -> bool:
+        """Called when the engine was reset: compressed progress is in the residual, and is zero here. Weights whose
+        progress was not sent stay as they are. If averages were being applied, in place of weights, these become the
+        common ones. Returns whether weights were written."""
+        if (sent := self._sent) is None:
+            if interrupted := self._applying and not self._delay:
+                self._common.write_common()
+            return interrupted
+        self._sent, self._left = None, 0
         self._calls.clear()
-        if sent is None:
-            return
         progress = self._released(sent)
         self._turns.take_back(sent.fragment, sent.age, at_once=self._peers is None)
         self._write([weight for weight in sent.fragment.weights if weight.name in progress], progress)
         self._before.clear()
+        return True
 
     def discard(self, wait: bool) -> None:
         """The parameters are other ones: what is in flight is not applied to them. ``wait``: for its messages, or the
@@ -307,25 +308,22 @@ class Round:
             if not committed:
                 self._sent, self._left = None, 0
                 progress, weights = self._released(sent), sent.fragment.weights
+                self._progress = {w.name: progress[w.name].clone() for w in weights if w.place is None}  # not in place
                 load(self._engine.state(), self._engine.step - 1)
                 self._turns.take_back(sent.fragment, sent.age, at_once=False)
                 self._write(weights, {})
-                self._progress = {w.name: progress[w.name] for w in weights if w.place is None}
                 self._doubt = _Doubt(sent.fragment, sent.age, peers.attempt)
         return committed
 
     def _hold(self) -> None:
-        """Called before the common weights, the residuals or the parameters become others: keeps what this rank has
-        done since its last round."""
+        """Keeps what this rank has done since its last round, before weights or residuals become others."""
         self._held = self._held or {weight.name: self._common.advance(weight) for weight in self._common.weights}
 
     def state(self) -> Tree:
         """The saved state, after :meth:`arrive`."""
-        described: dict[str, dict[str, Tree]] = {"averages": {}, "before": {}}
-        for weight in self._common.weights:
-            for name, tensors in (("averages", self._averages), ("before", self._before)):
-                described[name][weight.name] = OptionalTensor(tensors, weight.name, weight.common)
-        return {"calls left": Entry(vars(self), "_left", int, 0, self._delay), **described}
+        each, ws = {"averages": self._averages, "before": self._before}, self._common.weights
+        found: dict[str, Tree] = {k: {w.name: OptionalTensor(t, w.name, w.common) for w in ws} for k, t in each.items()}
+        return {"calls left": Entry(vars(self), "_left", int, 0, self._delay), **found}
 
     @contextmanager
     def _taken_back_on_failure(self) -> Iterator[None]:

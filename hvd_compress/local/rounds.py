@@ -314,8 +314,7 @@ class Rounds(Clock):
             try:
                 self._engine.reset()
             finally:
-                if self._round.waits:
-                    self._round.take_back()
+                if self._round.take_back():
                     self._note()
 
     def restart(self, same_ranks: bool) -> None:

@@ -1,11 +1,13 @@
 """The base class of methods that send every entry in each step."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from .. import ops
 from ..codecs.base import Channel, Codec
+from ..codecs.grouped_ring import means_by_group
 from ..engine.agreement import LIMIT, Agreement
 from ..engine.arguments import NamedParameters, check_flag
 from ..engine.bucket import Bucket
@@ -26,8 +28,6 @@ class EveryEntryWork(Work):
         super().__init__(bucket, agreement=self._agreement)
         self._codec, self._feedback = codec, feedback
         self._invalid = torch.zeros(1, dtype=torch.int32, device=bucket.device)
-        #: The values that were sent last.
-        self._values = bucket.zeros()
         self.restart()
 
     def restart(self) -> None:
@@ -58,30 +58,40 @@ class EveryEntryWork(Work):
     def exchange(self) -> Exchange:
         bucket, step, channel = self.bucket, self.step, self._channel
         assert channel is not None
-        key = derive(step.seed, step.number, bucket.index)
-        values, residual = self._values.copy_(bucket.residual), bucket.residual
-        parts: list[Exchange] = [channel.average(values, self._invalid, derive(key, step.rank))]
+        key, values = derive(step.seed, step.number, bucket.index), bucket.residual
+        parts: list[Exchange] = [means_by_group(channel, values, self._invalid, derive(key, step.rank))]
         if not step.compared:  # no other message shows whether the ranks are in the same step, with the same options
             digest = torch.full((1,), step.digest % LIMIT, dtype=torch.int64, device=bucket.device)
             parts.insert(0, self._agreement.compare(digest))
-        mean, error = (yield from together(parts))[-1]
-        self._sent = self._feedback
+        means, error, wrong = (yield from together(parts))[-1]
+        for number, (piece, grad) in enumerate(zip(bucket.pieces, bucket.gradients, strict=True)):
+            if not grad.numel():  # nobody receives its average
+                piece.of(error).copy_(piece.of(values))
+                continue
+            flat = grad.as_strided((piece.numel,), (1,))
+            mean = flat if flat.dtype == torch.float32 else torch.empty_like(flat, dtype=torch.float32)
+            means(number, mean)
+            if mean is not flat or step.scale != 1.0:
+                torch.mul(mean, step.scale, out=flat)
         # Free on the CPU; a GPU would be synchronised.
-        finite = mean.is_cpu and bool(mean.sum().isfinite())
-        residual.copy_(error if finite else torch.where(mean.isfinite(), error, values))
-        for piece, grad in zip(bucket.pieces, bucket.gradients, strict=True):
-            if grad.numel():
-                flat = grad.as_strided((piece.numel,), (1,))
-                torch.mul(piece.of(mean)[: piece.numel], step.scale, out=flat)
-            else:  # nobody receives its average
-                piece.of(residual).copy_(piece.of(values))
+        if not wrong.is_cpu or bool(wrong):
+            error.copy_(torch.where(wrong, values, error))
+        _swap(bucket.residual, error)
+        self._sent = self._feedback
         if not self._feedback:
-            residual.zero_()
+            bucket.residual.zero_()
 
     def undo(self) -> None:
-        if self._sent:
-            self.bucket.residual.copy_(self._values)
+        if self._sent and self._channel is not None:
+            _swap(self.bucket.residual, self._channel.quantization_error)
             self._sent = False
+
+
+def _swap(one: Tensor, other: Tensor) -> None:
+    """Exchanges the memory of two tensors of one form: the values that were sent, and what remains of them."""
+    before: Any = one.detach()
+    cast(Any, one).set_(other)
+    cast(Any, other).set_(before)
 
 
 class EveryEntry(Compressor):

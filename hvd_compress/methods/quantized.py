@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ..codecs.coded_ring import CodedRing
-from ..codecs.packed import WideLloyd
+from ..codecs.grouped_ring import GroupedRing
+from ..codecs.wide_lloyd import WideLloyd
 from ..engine.arguments import NamedParameters, check_integer
 from .every_entry import EveryEntry
 
@@ -60,5 +60,5 @@ class Quantized(EveryEntry):
         **common: Any,
     ) -> None:
         mean = None if mean_bits is None else WideLloyd(check_integer("mean_bits", mean_bits, 1, 8))
-        codec = CodedRing(WideLloyd(bits), run, mean)
+        codec = GroupedRing(WideLloyd(bits), run, mean)
         super().__init__(named_parameters, values=codec, error_feedback=error_feedback, **common)
