@@ -10,6 +10,7 @@ from torch import nn
 
 from experiment.models import hidden_matrices
 from hvd_compress.methods.orthogonal import orthogonalize
+from hvd_compress.trainers import CombinedOptimizer
 
 #: Settings of each optimizer and their defaults.
 OPTIMIZERS: dict[str, dict[str, float]] = {
@@ -58,6 +59,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
+                if p.grad is None:  # on averaged gradients, between exchanges
+                    continue
                 velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
                 velocity.mul_(group["momentum"]).add_(p.grad)
                 update = p.grad.add(velocity, alpha=group["momentum"])
@@ -72,6 +75,9 @@ def build(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     parameters, settings = model.parameters(), {"lr": args.lr, "weight_decay": args.weight_decay}
     if args.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **settings)
+    if getattr(args, "averaged_gradients", False):
+        groups = matrices_apart(model, "orthogonal")
+        return CombinedOptimizer([Muon([group], momentum=args.momentum, **settings) for group in groups])
     if args.optimizer == "muon":
         return Muon(matrices_apart(model, "orthogonal"), momentum=args.momentum, **settings)
     return torch.optim.SGD(parameters, momentum=args.momentum or 0.0, **settings)
