@@ -153,7 +153,7 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
     kept = list[dict[str, Any]]()
     for group in optimizer.param_groups:
         factor = sum((group.get("momentum") or 0.0) ** number for number in range(calls))
-        for p in filter(gradients.__contains__, group["params"]):
+        for p in filter(gradients.__contains__, group["params"] if factor != 1.0 else ()):
             gradients[p].mul_(factor)
         powers = ("momentum", "betas", *(["alpha"] if "centered" in group else []))
         new = {key: _power(group[key], calls) for key in powers if group.get(key)}
