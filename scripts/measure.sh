@@ -14,6 +14,7 @@
 #   gpt-adamw        every method, local steps, learning rates      gpt-ranks      dense and DeMo with 8 and 16 ranks
 #   gpt-muon         Muon: dense, local steps in few bits           gpt-muon-ranks the same with 16 and 32 ranks
 #   gpt-sizes        the same with 0.07 M and 1 M parameters        gpt-long       the same with 10,000 steps
+#   gpt-recipe       README's program: torch's Muon and AdamW, by recipes.low_bit, and dense
 #   gpt-nodes        DeMo on 4 nodes of 4 ranks
 #   gpt-tune         a pretrained GPT tags bytes: AdamW, and methods
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
@@ -21,7 +22,7 @@
 #   exchange-buckets IWP with other bucket sizes                    exchange-nodes     two hosts of two ranks, flat and on two levels
 #   exchange-hsdp    FSDP2 on two hosts of two ranks                exchange-pause     computing is a pause; local steps, fragments
 #   exchange-bits    gradients in 8 and 4 bits, and fp16, on DDP
-#   exchange-share   how much of the time is computing, on links of 5 Gbit/s to 50 Mbit/s, ten times slowed down
+#   exchange-share   how much of the time is computing, on links of 5 Gbit/s to 50 Mbit/s, and with a delay, ten times slowed down
 # Time to an accuracy, on four hosts with slow links (root, DATA_DIR): race-resnet20, race-vgg11. Others:
 #   growth           time and memory as network and ranks grow
 #   gradients        errors against bits, on recorded gradients and differences of weights (DATA_DIR)
@@ -32,7 +33,7 @@ case $experiment in
   cifar10* | vit* | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,27s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,28s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -95,7 +96,7 @@ simulate() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: a row by compare.py; its
 }
 
 gpt() {  # ROW RATES BUDGETS OPTIONS ARGUMENTS...: 1,500 steps of 32 windows
-  simulate "$@" --data text --model "${model:-gpt}" --epochs "${epochs:-15}" -- --optimizer "${optimizer:-adamw}" --batch-size "${batch:-8}" --eval-every 5
+  simulate "$@" --data text --model "${model:-gpt}" --epochs "${epochs:-15}" -- --optimizer "${optimizer:-adamw}" --batch-size "${batch:-8}" --eval-every "${every:-5}"
 }
 
 few_bits() {  # PERIOD BITS ARGUMENTS...: options of local steps in few bits, with error feedback
@@ -238,6 +239,12 @@ case $experiment in
     optimizer=muon gpt topk@sparseloco 2e-3,3e-3,6e-3 1/45 "--dense-values fp16 --local-steps 10 --unsent buffer --buffer-decay 0.95"
     optimizer=muon gpt none@muloco-45 3e-3,6e-3 "" "--local-steps 45 --outer-lr 0.7 --outer-momentum 0.6"
     gpt quantized@adamw-45 3e-3,6e-3 "" "$(few_bits 3 2)"
+    report "$out"
+    ;;
+  gpt-recipe)
+    optimizer=muon-adamw every=1
+    ranks=1 batch=32 gpt none@muon-adamw 3e-3,6e-3,1.2e-2 "" "" --seeds 0,1,2
+    gpt quantized@recipe 3e-3,6e-3,1.2e-2 "" "$(few_bits 3 2 --restore-length)" --seeds 0,1,2
     report "$out"
     ;;
   gpt-muon-ranks)
@@ -391,22 +398,23 @@ case $experiment in
     export "${sleep[@]}"
     methods=() options=()
     row() { methods+=("$1"); [[ ! ${2:-} ]] || options+=(--option "$1:$2"); }
+    outer() { echo "--local-steps $1 --outer-lr 0.7 --outer-momentum 0.9"; }
     row ddp-quantized@47 "$(few_bits 3 2)"
     row ddp-quantized@151 "$(few_bits 5 1)"
     row ddp-quantized@171 "$(few_bits 8 1 --mean-bits 2)"
     row ddp-quantized@483 "$(few_bits 16 1)"
     row ddp-quantized@483-late "$(few_bits 16 1 --bucket-mb 8 --fragments 4 --delay 4)"
-    share() {  # RATES
-      exchange --shapes gpt30m --pause-ms 290 --rate "$1" --steps 3 --max-seconds 60 --methods "$(IFS=,; echo "${methods[*]}")" \
-        "${options[@]}" --json "$out/runs.jsonl/$1"
+    share() {  # RATE [DELAY, in ms]
+      exchange --shapes gpt30m --pause-ms 290 --rate "$1" --delay-ms "${2:-0}" --steps 3 --max-seconds 60 \
+        --methods "$(IFS=,; echo "${methods[*]}")" "${options[@]}" --json "$out/runs.jsonl/$1${2:+-$2ms}"
     }
-    share 20mbit
     share 5mbit
-    row ddp-none
+    for delay in "" 50 250; do share 20mbit $delay; done
     row ddp-fp16
-    for period in 1 8 32 128; do
-      row "ddp-none@diloco-$period" "--local-steps $period --outer-lr 0.7 --outer-momentum 0.9"
-    done
+    row ddp-none@diloco-32 "$(outer 32)"
+    for delay in 50 250; do share 100mbit $delay; done
+    row ddp-none
+    for period in 1 8 128; do row "ddp-none@diloco-$period" "$(outer "$period")"; done
     share 100mbit
     share 500mbit
     ;;

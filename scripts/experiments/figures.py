@@ -5,7 +5,7 @@ One style for all; at most six curves, or six bars a group. Where results are mi
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,7 +60,10 @@ SHARES = {
     "period 16, 1 bit": "ddp-quantized@483",
     "the same, 4 fragments, delay 4": "ddp-quantized@483-late",
 }
-SLOWED = {"5 Gbit/s": "500mbit", "1 Gbit/s": "100mbit", "200 Mbit/s": "20mbit", "50 Mbit/s": "5mbit"}
+#: Rate and delay one way in ms of the lab, ten times slowed down; of the second table by round trip.
+RATES = {"1 Gbit/s": "100mbit", "200 Mbit/s": "20mbit"}
+SLOWED = {link: (rate, 0) for link, rate in {"5 Gbit/s": "500mbit", **RATES, "50 Mbit/s": "5mbit"}.items()}
+SLOWED_FAR = {f"{link}, {trip} ms": (rate, 5 * trip) for link, rate in RATES.items() for trip in (10, 50)}
 #: What a table of docs/benchmarks.md stands between.
 MARK, END = "<!-- {}: written by scripts/experiments/figures.py -->", "<!-- end -->"
 #: Words in labels, of which the first that fits counts, and positions in the lists of colours and the like in table.py.
@@ -89,24 +92,25 @@ def steps(results: Path) -> pd.DataFrame:
     )
 
 
-def shares(results: Path) -> list[dict[str, Any]]:
-    """For each exchange and link, the share of a step that is computing, and ms a step.
+def shares(results: Path, links: Mapping[str, tuple[str, float]]) -> list[dict[str, Any]]:
+    """For each exchange and one of the ``links``, the share of a step that is computing, and ms a step.
 
     The computing is a pause. Beside it and the exchange stands the optimizer's update, which on a card would be a small
     part of the pause: what a step without an exchange takes beyond the pause, the median of all runs, is taken out.
     """
     runs = read(results, "exchange-share").values()
     update = median(row["alone_ms"] - run["config"]["pause_ms"] for run in runs for row in run["rows"])
-    steps, fewer = dict[tuple[str, str], str](), dict[str, float]()
+    steps, fewer = dict[tuple[str, tuple[str, float]], str](), dict[str, float]()
     for run in runs:
         for row in run["rows"]:
             method, share = row["method"], run["config"]["pause_ms"] / (row["step_ms"] - update)
-            steps[method, row["rate"]] = f"{share:.0%} ({row['step_ms']:,.0f})"
+            steps[method, (row["rate"], run["config"]["delay_ms"])] = f"{share:.0%} ({row['step_ms']:,.0f})"
             fewer[method] = min(row["wire_ratio"], fewer.get(method, row["wire_ratio"]))
     return [
         {"exchange": label, "fewer bytes": f"{fewer[method]:.0f}"}
-        | {link: steps.get((method, rate), "-") for link, rate in SLOWED.items()}
+        | {link: steps.get((method, shaped), "-") for link, shaped in links.items()}
         for label, method in SHARES.items()
+        if any((method, shaped) in steps for shaped in links.values())
     ]
 
 
@@ -225,7 +229,11 @@ def benchmarks(page: str, results: Path) -> str:
         | {f"IWP over {label}": f"{row[column] / row['IWP']:.2g}" for label, column in BASELINES.items()}
         for links, row in steps(results).iterrows()
     ]
-    for name, rows in {"shares": shares(results), "steps": times}.items():
+    for name, rows in {
+        "shares": shares(results, SLOWED),
+        "shares-far": shares(results, SLOWED_FAR),
+        "steps": times,
+    }.items():
         mark = MARK.format(name)
         before, rest = page.split(mark)
         page = f"{before}{mark}\n{table.markdown(rows)}\n{END}{rest.split(END, 1)[1]}"

@@ -100,6 +100,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--compression {args.compression} needs --host {fitting[0]}")
     if args.ranks is not None and args.host != "threads":
         raise ValueError("--ranks is for --host threads: a launcher starts the ranks of the other hosts")
+    if args.optimizer == "muon-adamw" and args.host == "horovod" and not args.local_steps:
+        raise ValueError("--optimizer muon-adamw is two optimizers, and Horovod's takes one: it needs another --host")
     if args.host == "fsdp":
         check_fsdp(args)
     elif args.nodes and not compressors.METHODS[args.compression].kind:
@@ -120,8 +122,8 @@ def check_fsdp(args: argparse.Namespace) -> None:
     """``ValueError`` for options that do not fit ``--host fsdp``."""
     if not args.nodes:
         raise ValueError("--host fsdp needs --nodes, inside which it shards the model")
-    if args.optimizer == "muon":
-        raise ValueError("--host fsdp trains without --optimizer muon, which works on whole matrices here")
+    if args.optimizer.startswith("muon"):
+        raise ValueError(f"--host fsdp trains without --optimizer {args.optimizer}, which works on whole matrices here")
     for name in ("channels_last", "save"):
         if getattr(args, name):
             raise ValueError(f"--host fsdp has no --{name.replace('_', '-')}")

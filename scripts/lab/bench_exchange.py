@@ -7,7 +7,8 @@
     bench_exchange.py --hosts 2 --ranks-per-node 2 --methods none,iwp,iwp@nodes --option iwp@nodes:--nodes=2
 
 With --hosts, every rank, or --ranks-per-node of them, has a network namespace of its own, whose egress is shaped to
---rate (netlab.sh; root); they are made for each run and removed after it. With --ranks, all are on the loopback.
+--rate, with --delay-ms of delay one way (netlab.sh; root); they are made for each run and removed after it. With
+--ranks, all are on the loopback.
 Methods are those of train.py, with its defaults except for --option, and its options of local steps. They run on the
 unmodified Horovod optimizer, by MPI, or, as ddp-METHOD, on DistributedDataParallel over Gloo: ddp-none (no hook),
 ddp-fp16 (fp16_compress_hook), ddp-powersgd (torch's powerSGD_hook, rank 4, one bucket) and any method of hvd_compress
@@ -56,6 +57,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     where.add_argument("--ranks", type=int, metavar="N", help="ranks on the loopback")
     parser.add_argument("--ranks-per-node", type=int, default=1, metavar="N", help="on each of --hosts")
     parser.add_argument("--rate", type=texts, default=["none"], help="of --hosts, as 100mbit; several as 1gbit,none")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of the links of --hosts, one way")
     parser.add_argument("--shapes", choices=SHAPES, default="resnet50")
     horovod = [name for name, method in compressors.METHODS.items() if "horovod" in method.hosts]
     comparison.add_arguments(parser, [*horovod, *DDP])
@@ -79,8 +81,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(str(error))
     if args.ranks and args.ranks_per_node > 1:
         parser.error("--ranks-per-node needs --hosts; on the loopback, --option METHOD:--nodes=N divides --ranks")
-    if args.ranks and args.rate != ["none"]:
-        parser.error("--rate needs --hosts: the loopback has none")
+    if args.ranks and (args.rate != ["none"] or args.delay_ms):
+        parser.error("--rate and --delay-ms need --hosts: the loopback has none")
     return args
 
 
@@ -88,7 +90,8 @@ def measure(args: argparse.Namespace, rate: str, variant: Variant) -> dict[str, 
     """What the ranks measured; ``Failed`` or ``NoLab`` if they did not."""
     launcher = "ddp" if variant.host == "ddp" else "mpi"
     if args.hosts:
-        place = netlab.up(args.hosts, rate, launcher, args.ranks_per_node)
+        delay = f"{args.delay_ms:g}ms" if args.delay_ms else None
+        place = netlab.up(args.hosts, rate, launcher, args.ranks_per_node, delay)
     else:
         place = nullcontext(netlab.loopback(args.ranks, launcher))
     with tempfile.TemporaryDirectory(prefix="bench_exchange.") as folder, place as start:

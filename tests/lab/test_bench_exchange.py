@@ -15,7 +15,8 @@ from launch import ROOT, end, finish, needs_hosts, start
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ("--ranks 2 --rate 1gbit", "--rate needs --hosts"),
+        ("--ranks 2 --rate 1gbit", "--rate and --delay-ms need --hosts"),
+        ("--ranks 2 --delay-ms 5", "--rate and --delay-ms need --hosts"),
         ("--hosts 2 --rate fast", "got 'fast'"),
         ("--hosts 2 --methods none,zip", "unknown method 'zip'"),
         ("--hosts 2 --rate none,1gbit,none", "each only once"),

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--averaged-gradients",
         action="store_true",
         default=None,
-        help="with --optimizer muon: all but the hidden matrices move by averaged gradients, once a period",
+        help="with --optimizer muon or muon-adamw: all but the hidden matrices move by averaged gradients, once a period",
     )
     group.add_argument("--delay", type=int, metavar="STEPS", help="from the begin of an exchange to its end")
 
@@ -63,8 +63,8 @@ def complete(args: argparse.Namespace) -> None:
     for name, default in OPTIONS.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    if args.averaged_gradients and args.optimizer != "muon":
-        raise ValueError("--averaged-gradients needs --optimizer muon")
+    if args.averaged_gradients and args.optimizer not in ("muon", "muon-adamw"):
+        raise ValueError("--averaged-gradients needs --optimizer muon or muon-adamw")
     method = compressors.METHODS[args.compression]
     if not method.kind and args.compression not in compressors.STOCK:
         raise ValueError(f"--compression {args.compression} compresses gradients only: it has no --local-steps")

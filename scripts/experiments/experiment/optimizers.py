@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import hvd_compress
 from experiment.models import hidden_matrices
 from hvd_compress.methods.orthogonal import orthogonalize
 from hvd_compress.trainers import CombinedOptimizer
@@ -19,6 +20,8 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     # SGD without momentum, for a method that has its own and sends signs: learning rates as for AdamW.
     "plain": {"lr": 6e-3, "weight_decay": 0.01},
     "muon": {"lr": 8e-3, "weight_decay": 0.01, "momentum": 0.95},
+    # torch.optim.Muon of the hidden matrices and AdamW of the others, as README has them.
+    "muon-adamw": {"lr": 6e-3},
 }
 
 
@@ -75,7 +78,11 @@ def build(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     parameters, settings = model.parameters(), {"lr": args.lr, "weight_decay": args.weight_decay}
     if args.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **settings)
-    if getattr(args, "averaged_gradients", False):
+    if args.optimizer == "muon-adamw":
+        matrices, others = hvd_compress.hidden_matrices(model)
+        muon = torch.optim.Muon(matrices.values(), lr=args.lr, adjust_lr_fn="match_rms_adamw")
+        return CombinedOptimizer([muon, torch.optim.AdamW(others.values(), lr=args.lr)])
+    if args.optimizer == "muon" and getattr(args, "averaged_gradients", False):
         groups = matrices_apart(model, "orthogonal")
         return CombinedOptimizer([Muon([group], momentum=args.momentum, **settings) for group in groups])
     if args.optimizer == "muon":
