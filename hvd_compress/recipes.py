@@ -79,6 +79,7 @@ def low_bit(
     restore_length: bool = True,
     fragments: int = 1,
     delay: int = 0,
+    on_averaged_gradients: Optimizers = (),
     **options: Any,
 ) -> LocalSteps:
     """Local steps with differences of ``bits`` bits and error feedback. Ours; the first advice for transformers with
@@ -100,13 +101,13 @@ def low_bit(
             bytes.
         bits, mean_bits: of an entry, and of an entry of the average (:class:`~hvd_compress.Quantized`).
         restore_length: keep the learning rate of a dense training. Without it, try 1.5 and 2 times that rate.
-        decay, fragments, delay: see :class:`~hvd_compress.LocalSteps`.
+        decay, fragments, delay, on_averaged_gradients: see :class:`~hvd_compress.LocalSteps`. With many ranks, try
+            ``low_bit(model, muon, on_averaged_gradients=adamw)``.
         options: further arguments of the compressor.
     """
     compression = Quantized(model, bits, mean_bits=mean_bits, **{"dense_values": "fp16", **options})
-    return LocalSteps(
-        compression, optimizers, period, decay=decay, restore_length=restore_length, fragments=fragments, delay=delay
-    )
+    given = {"on_averaged_gradients": on_averaged_gradients, "decay": decay, "restore_length": restore_length}
+    return LocalSteps(compression, optimizers, period, fragments=fragments, delay=delay, **cast(Any, given))
 
 
 @_in_order
@@ -136,15 +137,8 @@ def diloco(
             trainings of many more steps.
         outer_lr, outer_momentum: of the common weights.
     """
-    return LocalSteps(
-        NoCompression(model, **options),
-        optimizers,
-        period,
-        outer_lr=outer_lr,
-        outer_momentum=outer_momentum,
-        fragments=fragments,
-        delay=delay,
-    )
+    compression, outer = NoCompression(model, **options), {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
+    return LocalSteps(compression, optimizers, period, fragments=fragments, delay=delay, **cast(Any, outer))
 
 
 @_in_order

@@ -28,12 +28,15 @@ def sgd(parameters):
 class Worker:
     """A replica in local training."""
 
-    def __init__(self, world, rank, build=SPARSE, model=None, optimizer=sgd, **options):
+    def __init__(self, world, rank, build=SPARSE, model=None, optimizer=sgd, averaged=(), **options):
         self.model, self.rank = copy.deepcopy(model or mixed_model()), rank
         self.compression = build(self.model.named_parameters(), collectives=world.collectives(rank))
         given = optimizer(self.model.parameters())
         self.optimizers = given if isinstance(given, list) else [given]
-        self.local = LocalSteps(self.compression, given, **{"period": 3, "unsent": "weights", **options})
+        #: Those on averaged gradients, by their numbers.
+        self.averaged = [self.optimizers[number] for number in averaged]
+        options = {"period": 3, "unsent": "weights", "on_averaged_gradients": self.averaged, **options}
+        self.local = LocalSteps(self.compression, given, **options)
         #: What the optimizers have made of the weights that all ranks began with.
         self.made = [p.detach().double() for p in self.model.parameters()]
 

@@ -38,7 +38,7 @@ OTHERS = {
     *("named_parameters", "model", "optimizers", "compression", "optimizer", "collectives", "process_set"),
     *("process_group", "nodes", "grad_scaler", "dense_values", "values", "exchange"),
     *("orthogonal", "kind", "code", "mean_code", "rate", "unsent", "saved_on"),
-    *("state", "bucket", "states", "others"),
+    *("state", "bucket", "states", "others", "on_averaged_gradients"),
 }
 INFINITE = {"start_timeout", "timeout"}
 

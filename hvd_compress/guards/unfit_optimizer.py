@@ -52,6 +52,15 @@ def check_kind(optimizer: Any, given: Any) -> None:
         raise ValueError("local steps take the plain optimizer, not Horovod's: nothing averages the gradients")
 
 
+def check_averaged(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns an optimizer on averaged gradients, or those in a container of several. Raises ``ValueError`` for one
+    that has another one and a state of its own (SAM, Lookahead)."""
+    parts = inside(optimizer)
+    if optimizer in parts and len(parts) > 1:
+        raise ValueError(f"on_averaged_gradients takes plain optimizers; {type(optimizer).__name__} has another inside")
+    return parts
+
+
 def check_parameters(optimizers: Sequence[Optimizer], known: Set[int]) -> None:
     """Raises ``ValueError`` if there is no optimizer, one holds no known parameter or a trained unknown one, or two
     hold the same. ``known``: the ids of the parameters that are averaged."""

@@ -118,7 +118,7 @@ def _differ(rows: list[Row]) -> Different:
             "the ranks have different weights in take_weights(): load or broadcast the same ones on all ranks before"
         )
     if len({*map(str, rows)}) == 1 < len({row.must_equal >> AGES for row in rows}):
-        return Different(str(disagreement()))
+        return Different(f"{disagreement()}; lr and other settings of optimizers on_averaged_gradients, too")
     who = ", ".join(f"{ranks_text(ranks)} in {call}" for call, ranks in ranks_by_value(map(str, rows)).items())
     return Different(
         f"the ranks are in different calls of LocalSteps, {who}: all ranks must call step() equally often, with the "

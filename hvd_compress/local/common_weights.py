@@ -25,7 +25,9 @@ class Weight:
     """A parameter, or this rank's shard of one, and what all ranks share of it, in its shape and memory order.
 
     ``common``: the common weights, float32 or wider. ``velocity``: of the outer momentum, if there is any. ``place``:
-    where the compressor keeps it, or None if it is not compressed.
+    where the compressor keeps it, or None if it is not compressed. ``sums``: None if its progress is exchanged; of an
+    optimizer on averaged gradients, the sums of this rank's gradients since the last exchange, which are exchanged in
+    place of that: the weight moves by their averages only.
     """
 
     number: int
@@ -34,6 +36,7 @@ class Weight:
     place: Place | None
     common: Tensor
     velocity: Tensor | None
+    sums: Tensor | None
 
     @property
     def own(self) -> Tensor:
@@ -53,9 +56,10 @@ class CommonWeights:
         engine: of the compressor.
         unsent: ``"weights"``: the compressor's residual is a part of the rank's weights; ``"buffer"``: it is not.
         lr, momentum: of the outer optimizer, see :class:`hvd_compress.LocalSteps`.
+        summed: the ids of parameters of optimizers on averaged gradients.
     """
 
-    def __init__(self, engine: Engine, unsent: str, lr: float, momentum: float) -> None:
+    def __init__(self, engine: Engine, unsent: str, lr: float, momentum: float, summed: Set[int]) -> None:
         self._engine, self._unsent, self._lr, self._momentum = engine, unsent, lr, momentum
         self.weights: list[Weight] = []
         for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
@@ -64,8 +68,9 @@ class CommonWeights:
                 continue
             if not p.is_floating_point():
                 raise ValueError(f"{name}: local steps need a floating dtype, got {p.dtype}")
-            common, velocity = wide_zeros(p), wide_zeros(p) if momentum else None
-            self.weights.append(Weight(number, name, p, place, common, velocity))
+            sums = wide_zeros(p) if id(p) in summed else None
+            common, velocity = wide_zeros(p), wide_zeros(p) if momentum and sums is None else None
+            self.weights.append(Weight(number, name, p, place, common, velocity, sums))
         self.ids = {id(weight.parameter) for weight in self.weights}
 
     def take(self, ids: Set[int], unless_rounded: bool = False) -> None:
@@ -75,6 +80,8 @@ class CommonWeights:
         rounding errors only, as after SAM, which adds a step and subtracts it. Synchronises a GPU.
         """
         weights = [weight for weight in self.weights if id(weight.parameter) in ids]
+        for sums in (weight.sums for weight in weights if weight.sums is not None):
+            sums.zero_()
         if unless_rounded and _are_rounded(weights):
             return
         for weight in weights:
@@ -84,8 +91,11 @@ class CommonWeights:
         self._clear_unsent()
 
     def replace(self, average: Iterable[Tensor]) -> None:
-        """Makes the average of all ranks' weights the common weights, where it is usable, and the parameters."""
+        """Makes the average of all ranks' weights the common weights, where it is usable, and the parameters; not of
+        those with sums."""
         for weight, mean in zip(self.weights, average, strict=True):
+            if weight.sums is not None:
+                continue
             weight.common.copy_(torch.where(usable(mean), mean, weight.common))
             weight.own.copy_(mean)
         self._clear_unsent()
@@ -105,10 +115,14 @@ class CommonWeights:
                     weight.place.piece.let_stand_in(None if ends else weight.common.to(weight.own.dtype))
 
     def progress(self, weight: Weight, in_place: bool = False) -> Tensor:
-        """How far a parameter has come since the last exchange: what the compressor gets as its gradient. ``in_place``:
-        the parameter becomes that, if its dtype allows it."""
+        """How far a parameter has come since the last exchange, or its sums, which are 0 then: what the compressor gets
+        as its gradient. ``in_place``: the parameter becomes that, if its dtype allows it; not by sums."""
         with weight.order:
             own, compressed = weight.own, weight.place is not None
+            if weight.sums is not None:
+                sums = weight.sums.to(own.dtype, copy=True)
+                weight.sums.zero_()
+                return sums
             if in_place and (compressed or own.dtype == weight.common.dtype):
                 return torch.sub(own, self.start(weight).to(own.dtype), out=own)
             return self.advance(weight).to(own.dtype) if compressed else self.advance(weight)
@@ -121,7 +135,7 @@ class CommonWeights:
 
     def start(self, weight: Weight) -> Tensor:
         """This rank's weights after an exchange, in the dtype of the common weights. Read only."""
-        if weight.place is None or self._unsent == "buffer":
+        if weight.place is None or self._unsent == "buffer" or weight.sums is not None:
             return weight.common
         unsent: Tensor = weight.place.work.residual_of(weight.place.piece)
         return weight.common + unsent
@@ -133,18 +147,17 @@ class CommonWeights:
         for weight in weights:
             average = averages[weight.name]
             with weight.order:
-                # Free on the CPU; a GPU would be synchronised.
-                whole = average.is_cpu and all_usable(average)
-                step = applied = average if whole else average.masked_fill(~usable(average), 0.0)
+                step = applied = usable_part(average)
                 if weight.velocity is not None:
                     weight.velocity.mul_(self._momentum).add_(step)
                     step = step + weight.velocity * self._momentum
                 weight.common.add_(step if self._lr == 1.0 else step * self._lr)
-                averages[weight.name] = average.new_zeros(()) if whole else average.sub_(applied)
+                averages[weight.name] = average.new_zeros(()) if applied is average else average.sub_(applied)
 
     def applied(self) -> bool:
-        """Whether the parameters are the common weights. Synchronises a GPU."""
-        return all(torch.equal(weight.own, weight.common.to(weight.own.dtype)) for weight in self.weights)
+        """Whether the parameters are the common weights, and all sums 0. Synchronises a GPU."""
+        summed = any(bool(weight.sums.any()) for weight in self.weights if weight.sums is not None)
+        return not summed and all(torch.equal(w.own, w.common.to(w.own.dtype)) for w in self.weights)
 
     def hash(self) -> int:
         """A hash of the common weights and the outer momentum."""
@@ -153,7 +166,9 @@ class CommonWeights:
 
     def state(self) -> dict[str, Tree]:
         """The saved state. A rank's own weights are in the model, which the user saves."""
+        sums: dict[str, Tree] = {w.name: TensorLeaf(w.sums) for w in self.weights if w.sums is not None}
         return {
+            **({"sums of gradients (call finish() before saving)": sums} if sums else {}),
             "made_with": {"unsent": Fixed(self._unsent), "outer momentum": Fixed(bool(self._momentum))},
             "common": {w.name: TensorLeaf(w.common) for w in self.weights},
             "velocity": {w.name: TensorLeaf(w.velocity) for w in self.weights if w.velocity is not None},
@@ -163,6 +178,13 @@ class CommonWeights:
         """Drops the residual: the parameters have changed and do not contain it."""
         if self._unsent == "weights":
             scale_residuals(self._engine.works, 0.0)
+
+
+def usable_part(average: Tensor) -> Tensor:
+    """An average with 0 where it is not usable; itself if all of it is, which is asked on the CPU only: a GPU would be
+    synchronised."""
+    whole = average.is_cpu and all_usable(average)
+    return average if whole else average.masked_fill(~usable(average), 0.0)
 
 
 def _are_rounded(weights: Sequence[Weight]) -> bool:

@@ -1,12 +1,12 @@
-"""The optimizers that take the local steps between two exchanges."""
+"""The optimizers of a training by local steps."""
 
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from torch.optim import Optimizer
 
-from ..engine.optimizers import parameters_of, share_parameters, unwrapped
-from ..guards.unfit_optimizer import check_kind, check_parameters
+from ..engine.optimizers import inside, parameters_of, share_parameters, unwrapped
+from ..guards.unfit_optimizer import check_averaged, check_kind
 
 
 class LocalOptimizers:
@@ -15,28 +15,31 @@ class LocalOptimizers:
 
     Args:
         given: by the user; those that Accelerate and Lightning wrap are taken out of their wrappers.
-        known: the ids of the parameters that are averaged.
+        averaged: those on averaged gradients, which may be among the others or inside them.
 
     Raises:
         TypeError: not an optimizer, or a sequence of them.
         ValueError: one that does not fit, see :mod:`hvd_compress.guards.unfit_optimizer`.
     """
 
-    def __init__(self, given: Optimizer | Sequence[Optimizer], known: Set[int]) -> None:
-        #: Without wrappers.
-        listed: list[Any] = [given]
-        if isinstance(given, Iterable) and not hasattr(given, "param_groups"):
-            listed = list(given)
-        self.all: list[Optimizer] = [unwrapped(optimizer) for optimizer in listed]
-        for optimizer, wrapped in zip(self.all, listed, strict=True):
-            check_kind(optimizer, wrapped)
-        self._own, self._known = set(self.all), known
-        check_parameters(self.all, known)
+    def __init__(self, given: Optimizer | Sequence[Optimizer], averaged: Optimizer | Sequence[Optimizer] = ()) -> None:
+        self.averaged = [part for optimizer in _without_wrappers(averaged) for part in check_averaged(optimizer)]
+        local = _without_wrappers(given)
+        inner = {part for optimizer in local for part in inside(optimizer)}
+        self.all = [*local, *(optimizer for optimizer in self.averaged if optimizer not in inner)]
+        self._own = set(self.all)
 
     def given(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer was given here, or is one that wraps one of these."""
         return optimizer in self._own or any(share_parameters(optimizer, own) for own in self.all)
 
-    def may_change(self, optimizer: Optimizer) -> Set[int]:
-        """The ids of the known parameters that no other optimizer holds."""
-        return self._known - parameters_of(other for other in self.all if other is not optimizer)
+    def may_change(self, optimizer: Optimizer, known: Set[int]) -> Set[int]:
+        """The ids, of ``known`` parameters, that no other optimizer holds."""
+        return known - parameters_of(other for other in self.all if other is not optimizer)
+
+
+def _without_wrappers(given: Any) -> list[Optimizer]:
+    listed = list(given) if isinstance(given, Iterable) and not hasattr(given, "param_groups") else [given]
+    for wrapped in listed:
+        check_kind(unwrapped(wrapped), wrapped)
+    return [unwrapped(wrapped) for wrapped in listed]

@@ -14,6 +14,7 @@ from ..engine.place import check_gradient
 from ..engine.state import Entry, OptionalTensor, Tree, load
 from ..engine.work import undo
 from ..guards.own_gradients import OwnGradients
+from .averaged_steps import AveragedSteps
 from .calls import AGES, Calls, Different, Row
 from .common_weights import CommonWeights, Weight, scale_residuals
 from .fragments import Fragment, Turns
@@ -52,9 +53,13 @@ class Round:
         landed:      A += outer(finite u),          w = start + non-finite u + (w - before)
         taken back:  compressed d is in r again,    w = start + uncompressed d + (w - before)
 
+    Weights of optimizers on averaged gradients have sums of gradients in place of progress, and their optimizers' steps
+    in place of ``outer``.
+
     A round lands ``delay`` calls after it has begun; if that is 0, d and u are in the parameters until it has ended.
 
     Args:
+        averaged: the optimizers on averaged gradients.
         calls, gradients: compare what the ranks are in, and whether their gradients are their own.
         decay: factor of the residuals after a round.
         lengths: restores the length of averages, or None.
@@ -65,6 +70,7 @@ class Round:
         self,
         engine: Engine,
         common: CommonWeights,
+        averaged: AveragedSteps,
         turns: Turns,
         calls: Calls,
         gradients: OwnGradients,
@@ -75,12 +81,15 @@ class Round:
     ) -> None:
         self._engine, self._common, self._turns, self._delay, self._decay = engine, common, turns, delay, decay
         self._calls, self._gradients, self._lengths, self._peers = calls, gradients, lengths, peers
+        self._averaged = averaged
         self._devices = {parameter.device for parameter in engine.parameters}
         #: Calls until the round lands, and whether the last one has landed.
         self._left, self._landed = 0, False
         #: By name of the weight, in its shape: in its dtype, and in that of the common weights.
         self._progress: dict[str, Tensor] = {}
         self._averages: dict[str, Tensor] = {}
+        #: The calls that the averages are of.
+        self._age = 0
         self._before: dict[str, Tensor] = {}
         # What this rank has done since its last round, while it waits for a quorum.
         self._held: dict[str, Tensor] = {}
@@ -120,7 +129,8 @@ class Round:
             self._common.stand_in(fragment.weights)
             step = engine.begin(fragment.works, rounds, compared=True)
             # Of peers, each may have taken another number of steps.
-            must_equal = (age if self._peers is None else engine.step) + (step.digest << AGES)
+            digest = step.digest ^ self._averaged.begin()
+            must_equal = (age if self._peers is None else engine.step) + (digest << AGES)
             may_differ = engine.nodes.may_differ(self._devices)
             first = tuple(one for work in fragment.works for one in work.first_requests()) if may_differ else ()
             self._calls.begin(Row("step()", must_equal, number, self._gradients.taken()), first)
@@ -163,11 +173,11 @@ class Round:
         engine, fragment, squares = self._engine, sent.fragment, list[Tensor]()
         # The last parameters first: their buckets come first.
         for weight in reversed(fragment.weights):
-            if self._delay:
+            if self._delay and weight.sums is None:
                 with weight.order:
                     self._before[weight.name] = torch.empty_like(weight.common).copy_(weight.own)
             progress = self._progress[weight.name] = self._common.progress(weight, not self._delay)
-            if self._lengths is not None:
+            if self._lengths is not None and weight.sums is None:
                 squares.append(self._lengths.square(weight, progress))
             check_gradient(weight.name, progress, weight.place)
             engine.arrive(weight.number, progress)
@@ -187,7 +197,7 @@ class Round:
             self._engine.finish()
             if self._peers is not None and not self._commit(self._peers, sent):
                 return
-            self._sent, self._applying = None, True
+            self._sent, self._applying, self._age = None, True, sent.age
             squares, self._squares = self._squares, None
             self._engine.dense.write(self._engine.method)
             for work in sent.fragment.works:
@@ -195,7 +205,7 @@ class Round:
             received, weights = self._released(sent), sent.fragment.weights
             averages = {w.name: received[w.name].to(w.common.dtype) for w in weights}
             if self._lengths is not None and squares is not None:
-                self._lengths.restore(weights, averages, squares)
+                self._lengths.restore([weight for weight in weights if weight.sums is None], averages, squares)
             self._averages, self._applying = averages, False
 
     def land(self) -> None:
@@ -206,8 +216,10 @@ class Round:
         with self._taken_back_on_failure():
             averages, self._averages, self._applying = self._averages, {}, True
             weights = [weight for weight in self._common.weights if weight.name in averages]
-            self._common.move(weights, averages)
-            self._write(weights, averages)
+            moved = [weight for weight in weights if weight.sums is None]
+            self._common.move(moved, averages)
+            self._averaged.step(averages, self._age)
+            self._write(moved, averages)
             if self._decay != 1.0:
                 scale_residuals({w.place.work for w in weights if w.place is not None}, self._decay)
             self._landed, self._applying = True, False
@@ -224,7 +236,11 @@ class Round:
         self._calls.clear()
         progress = self._released(sent)
         self._turns.take_back(sent.fragment, sent.age, at_once=self._peers is None)
-        self._write([weight for weight in sent.fragment.weights if weight.name in progress], progress)
+        weights = [weight for weight in sent.fragment.weights if weight.name in progress]
+        self._write([weight for weight in weights if weight.sums is None], progress)
+        for weight in weights:
+            if weight.sums is not None:
+                weight.sums.add_(progress[weight.name])
         self._before.clear()
         return True
 
@@ -323,6 +339,8 @@ class Round:
         """The saved state, after :meth:`arrive`."""
         each, ws = {"averages": self._averages, "before": self._before}, self._common.weights
         found: dict[str, Tree] = {k: {w.name: OptionalTensor(t, w.name, w.common) for w in ws} for k, t in each.items()}
+        if any(weight.sums is not None for weight in ws):
+            found["of"] = {"calls": Entry(vars(self), "_age", int, 0)}
         return {"calls left": Entry(vars(self), "_left", int, 0, self._delay), **found}
 
     @contextmanager

@@ -26,14 +26,16 @@ from ..engine.clock import Clock
 from ..engine.engine import Engine
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
+from ..engine.optimizers import parameters_of
 from ..engine.owner import in_use
 from ..engine.state import Entry, Fixed, Tree
 from ..guards.local_steps import LocalGuards
 from ..guards.replaced_parameters import check_model
-from ..guards.unfit_optimizer import refuse_other
+from ..guards.unfit_optimizer import check_parameters, refuse_other
 from ..hosts import gradient_hook
+from .averaged_steps import AveragedSteps
 from .buffers import Buffers
-from .calls import Calls, Row
+from .calls import AGES, Calls, Row
 from .common_weights import CommonWeights, scale_residuals
 from .fragments import Turns
 from .from_rank_0 import share_states
@@ -71,7 +73,7 @@ class Rounds(Clock):
     """Drives an engine by local steps. Methods without a docstring: see :class:`~hvd_compress.engine.clock.Clock`.
 
     Args:
-        optimizers: as the user has given them.
+        optimizers, averaged: as the user has given them; those on averaged gradients.
         model: of the parameters, if it is known.
         watches: whether weights that were replaced are an error.
     """
@@ -85,27 +87,37 @@ class Rounds(Clock):
         settings: Settings,
         period: int,
         optimizers: Optimizer | Sequence[Optimizer],
+        averaged: Optimizer | Sequence[Optimizer],
         model: torch.nn.Module | None,
         watches: bool,
     ) -> None:
         self._engine, self._settings = engine, settings
-        self._common = CommonWeights(engine, settings.unsent, settings.outer_lr, settings.outer_momentum)
+        self._optimizers = LocalOptimizers(optimizers, averaged)
+        summed = parameters_of(self._optimizers.averaged)
+        self._common = CommonWeights(engine, settings.unsent, settings.outer_lr, settings.outer_momentum, summed)
+        check_parameters(self._optimizers.all, self._common.ids)
         weights = self._common.weights
+        self._averaged = AveragedSteps(self._optimizers.averaged, weights, engine.warn)
         self.schedule = Schedule(period, settings.fragments, settings.delay)
         self._turns = Turns(engine, weights, settings.fragments)
         # The mean of all weights keeps what was replaced on all ranks, and nothing else is added.
         rounded = bool(engine.works) or "fp16" in engine.method.options().values()
-        exact = settings.plain and not (settings.restore_length or settings.delay or rounded)
+        exact = settings.plain and not (settings.restore_length or settings.delay or rounded or summed)
         self._calls = Calls(engine)
-        self._optimizers = LocalOptimizers(optimizers, self._common.ids)
         named = [(weight.name, weight.parameter) for weight in weights]
         self._guards = LocalGuards(engine, named, model, self._optimizers.all, watches and not exact)
         members, self._peers = engine.collectives, None
         if isinstance(members, Membership):
+            if summed:
+                raise ValueError(
+                    "with a torchft.Manager, peers that come back do not get the optimizers' states, which must be the "
+                    "same on all ranks with on_averaged_gradients: let these optimizers take local steps"
+                )
             self._peers = Peers(engine, members, self._common, self.schedule.state())
         self._round = Round(
             engine,
             self._common,
+            self._averaged,
             self._turns,
             self._calls,
             self._guards.gradients,
@@ -209,13 +221,15 @@ class Rounds(Clock):
             engine.compare()
             self._guards.loaded.refuse()
             engine.stats.begin_step()
-            rows = self._calls.compare(Row(call, extra=int(self.moved or not (moved_only and self._guards.watches))))
+            extra = int(self.moved or not (moved_only and self._guards.watches))
+            must_equal = self._averaged.digest(self._turns.ages) << AGES
+            rows = self._calls.compare(Row(call, must_equal, extra=extra))
             label, device = f"{engine.exchanges.label}.buffers", engine.parameters[0].device
             levels = [engine.collectives, *engine.method.shard_groups()]
             if chosen is not None:
                 chosen.check_same(levels, label, device)
             if any(row.extra for row in rows):
-                average_weights(engine, self._common, self._turns)
+                average_weights(engine, self._common, self._averaged, self._turns)
             if chosen is not None:
                 chosen.exchange(levels, label, device, engine.stats.count_request)
             engine.stats.end_step()
@@ -280,6 +294,8 @@ class Rounds(Clock):
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Raises ``ValueError`` for an optimizer that was not given here or to other local steps, or is Horovod's,
         ``RuntimeError`` if the weights were replaced."""
+        if self._averaged.stepping:
+            return
         if not self._optimizers.given(optimizer):
             if any(optimizer in other for other in _living if other is not self and not other._closed):
                 return  # of a later training of the same parameters
@@ -288,6 +304,8 @@ class Rounds(Clock):
         due = self._turns.due(self.schedule.period, calls=1)
         self._guards.before_optimizer_step(optimizer, self._exchanging, self._begun, self.stepped, due)
         self.stepped = self.moved = True
+        if self._exchanging and optimizer in self._averaged:
+            self._averaged.before_step(optimizer, self._begun)
         if self._begun:
             return
         if self._guards.changed():
@@ -296,11 +314,14 @@ class Rounds(Clock):
             # Again before each step up to the first one with gradients, and after a change from outside:
             # hvd.broadcast_optimizer_state() may step before the parameters are broadcast. Not those that another
             # optimizer may have changed already.
-            self._common.take(self._optimizers.may_change(optimizer), self._rounds_off)
+            self._common.take(self._optimizers.may_change(optimizer, self._common.ids), self._rounds_off)
             if self._engine.optimizers.applies_gradients(optimizer):
                 self._applied.add(optimizer)
 
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
+        if self._averaged.stepping:
+            return
+        self._averaged.after_step()
         self._guards.after_optimizer_step(optimizer, self._exchanging, self._begun)
 
     def __contains__(self, optimizer: Optimizer) -> bool:
@@ -321,6 +342,7 @@ class Rounds(Clock):
         """The parameters before the next local step become the common weights. Progress in flight is not applied to
         them; it stays in an error-feedback buffer."""
         self._round.discard(wait=same_ranks)
+        self._averaged.restart()
         self._guards.restart()
         self._taken = self._begun = self._rounds_off = False
         self.moved, self.stepped = True, False
@@ -359,6 +381,7 @@ class Rounds(Clock):
             **(self._timing() if self._peers is None else {}),
             f"hash of the weights before the first step ({first})": self._common.hash(),
             "weights of another time than the loaded state": self._guards.loaded.foreign,
+            "on_averaged_gradients (settings and states of the optimizers)": self._averaged.digest_of_all(),
         }
         return {f"LocalSteps: {name}": value for name, value in compared.items()}
 
@@ -382,7 +405,8 @@ class Rounds(Clock):
     def _exchanging(self) -> bool:
         """Whether there is anything to exchange: the plain average of one rank is what it has."""
         collectives = self._engine.collectives
-        alone = collectives.size == 1 and self._settings.plain and self._peers is None
+        settings, summed = self._settings, self._optimizers.averaged
+        alone = collectives.size == 1 and settings.plain and not summed and self._peers is None
         return collectives.active and not alone
 
     def _note(self) -> None:

@@ -43,6 +43,13 @@ class LocalSteps:
 
         u   = min(sqrt(N), sqrt(mean_i |d_i|^2) / |u|) u
 
+    With ``on_averaged_gradients`` (ours), weights and states of some optimizers are the same on all ranks, and no rank
+    normalises noise of its own. Between exchanges these weights stand still: ``step()`` adds the gradients to a sum,
+    s_i. In an exchange after H calls the optimizer takes one step for H, in place of the outer one::
+
+        d_i = s_i
+        A   = A + the step by u / H, with lr H, and momentum and betas to the power H
+
     With ``fragments`` and ``delay``, Streaming DiLoCo (Douillard et al., arXiv 2501.18512): fragments of the weights,
     contiguous groups of the compressor's buckets with the uncompressed tensors beside them, are exchanged in turn, and
     training goes on while an exchange is in flight. With the weights w_i(0) at its beginning, and w_i' what an exchange
@@ -61,7 +68,7 @@ class LocalSteps:
     All ranks must begin with the same parameters, which the first :meth:`step` checks, and call :meth:`step` equally
     often: before each exchange the ranks compare what they are in (32 bytes a rank), and all raise an error if that
     differs. After the parameters were replaced in training, call :meth:`take_weights`. The gradients, their clipping
-    and accumulation, a ``GradScaler`` and the optimizer's state are each rank's own.
+    and accumulation, a ``GradScaler`` and the state of an optimizer that takes local steps are each rank's own.
 
     Example::
 
@@ -94,16 +101,20 @@ class LocalSteps:
         delay: calls of :meth:`step` between the beginning and the end of an exchange, 0 to ``period / fragments``.
         watch_weights: whether weights that were replaced without :meth:`take_weights` raise an error. False if
             something else than the optimizers changes them, and in some steps only.
+        on_averaged_gradients: optimizers, such as AdamW of embeddings and norms beside Muon, that step on gradients
+            averaged over ranks and calls: one or several, which may also be in ``optimizer``, or in a
+            ``CombinedOptimizer`` there. Step them in each iteration as the others, clipped and scaled as usual, without
+            a closure. ``lr`` and other settings must be the same on all ranks. One rank goes the same way.
 
     Raises:
         TypeError: ``compression`` is not a compressor, ``optimizer`` neither an optimizer nor a list of them, or
             ``period``, ``fragments`` or ``delay`` no integer.
-        ValueError: an argument out of range; a compressor with momentum, sign or ``grad_scaler``, with local steps
-            already, with ``nodes`` and ``unsent="weights"``, or of few entries and ``restore_length``; a ``delay`` with
-            torchft replica groups of several ranks; an optimizer with unknown parameters, with parameters of another
-            one, or Horovod's; FSDP2 shards over whose ranks the compressor averages, or gradients that hooks average;
-            in training, an optimizer of the compressor's parameters that is not one of these, or a model that has other
-            parameters now.
+        ValueError: an argument out of range; ``on_averaged_gradients`` with torchft; a compressor with momentum, sign
+            or ``grad_scaler``, with local steps already, with ``nodes`` and ``unsent="weights"``, or of few entries and
+            ``restore_length``; a ``delay`` with torchft replica groups of several ranks; an optimizer with unknown
+            parameters, with parameters of another one, or Horovod's; FSDP2 shards over whose ranks the compressor
+            averages, or gradients that hooks average; in training, an optimizer of the compressor's parameters that is
+            not one of these, or a model that has other parameters now.
         RuntimeError: in training, on all ranks, ranks in different calls, or gradients that are averaged already;
             weights that were replaced without :meth:`take_weights`; of a torchft replica group of several ranks, one
             that was not healed with the others, or has not come to a round.
@@ -124,6 +135,7 @@ class LocalSteps:
         fragments: int = 1,
         delay: int = 0,
         watch_weights: bool = True,
+        on_averaged_gradients: Optimizer | Sequence[Optimizer] = (),
     ) -> None:
         if not isinstance(compression, Compressor):
             raise TypeError(f"compression must be a compressor such as hvd_compress.IWP, got {compression!r:.80}")
@@ -144,7 +156,8 @@ class LocalSteps:
         check_own_gradients(engine, compression.model)
         settings = Settings(unsent, decay, outer_lr, outer_momentum, restore_length, fragments, delay)
         watches = check_flag("watch_weights", watch_weights)
-        self._rounds = Rounds(engine, settings, period, optimizer, compression.model, watches)
+        averaged = on_averaged_gradients
+        self._rounds = Rounds(engine, settings, period, optimizer, averaged, compression.model, watches)
         compression.bind(self._rounds)
 
     @modes_off

@@ -2,17 +2,25 @@
 
 from ..engine.dense import average_in_place
 from ..engine.engine import Engine
+from .averaged_steps import AveragedSteps
 from .common_weights import CommonWeights
 from .fragments import Turns
 from .round import count_gradients
 
 
-def average_weights(engine: Engine, common: CommonWeights, turns: Turns) -> None:
-    """Averages all weights of all ranks, which become the common weights."""
-    whole = [weight.own.to(weight.common.dtype, copy=True) for weight in common.weights]
+def average_weights(engine: Engine, common: CommonWeights, averaged: AveragedSteps, turns: Turns) -> None:
+    """Averages all weights of all ranks, which become the common weights; those with sums move by the averages of
+    these, unless they are of no call so far."""
+    whole = [(w.own if w.sums is None else w.sums).to(w.common.dtype, copy=True) for w in common.weights]
     for tensor in whole:
         engine.stats.count_dense(0, tensor.nbytes, engine.collectives.size, engine.nodes.ranks)
     for fragment, age in zip(turns.fragments, turns.ages, strict=True):
         count_gradients(engine, fragment, age)
     average_in_place(whole, engine.collectives, f"{engine.exchanges.label}.finish")
     common.replace(whole)
+    averages = {weight.name: mean for weight, mean in zip(common.weights, whole, strict=True)}
+    for fragment, age in zip(turns.fragments, turns.ages, strict=True):
+        summed = [weight for weight in fragment.weights if weight.sums is not None and age]
+        averaged.step({weight.name: averages[weight.name] for weight in summed}, age)
+        for weight in summed:
+            common.progress(weight)

@@ -20,6 +20,9 @@ N parts of a multiple of eight entries, and these into runs: at most ``run`` ent
 4. ``all_gather``: all ranks receive the messages of all parts and decode them: Q'(m), which moves A.
 
 5. Tensors of one dimension or less than 1024 entries: A moves by the mean of w_i - A, float16, with ``all_reduce``.
+6. Parameters of ``averaged``, an AdamW that the script does not step: in place of w_i - A, the sum of the gradients
+   that ``step()`` finds in a period. ``averaged`` takes one step by the mean over ranks and calls, with lr * period and
+   betas ** period. (In the package, ``on_averaged_gradients``, whose step() takes the gradients.)
 
 A rank sends ``(N - 1) / N ((bits + mean_bits) / 8 + 4 / run)`` bytes an entry. Assumed here, and checked or provided
 for by the package: float32 parameters without gaps in memory, the same on all ranks at the beginning; N > 1; finite
@@ -121,11 +124,13 @@ class LowBit:
 
     def __init__(
         self, parameters: Iterable[Tensor], period: int, group: Any, bits: int = 2, mean_bits: int | None = None,
-        run: int = 512, bucket: int = 2**23,
+        run: int = 512, bucket: int = 2**23, averaged: torch.optim.Optimizer | None = None,
     ) -> None:  # fmt: skip
         self.period, self.group, self.run, self.calls = period, group, run, 0
         self.levels, self.mean_levels = lloyd_max(bits), lloyd_max(mean_bits or bits)
         self.common = {p: flat(p).clone() for p in reversed([p for p in parameters if p.requires_grad])}
+        self.groups, self.averaged = averaged.param_groups if averaged else [], averaged
+        self.sums = {p: torch.zeros_like(flat(p)) for group in self.groups for p in group["params"]}
         self.small = [p for p in self.common if p.dim() < 2 or p.numel() < 1024]
         self.buckets, filled = list[dict[Tensor, Tensor]](), bucket  # of parameters and their residuals
         for p in [p for p in self.common if p.dim() >= 2 and p.numel() >= 1024]:
@@ -136,21 +141,28 @@ class LowBit:
 
     def step(self) -> bool:
         """Call it after each step of the optimizer. Returns whether the ranks have exchanged."""
+        for p in [p for p in self.sums if p.grad is not None]:
+            self.sums[p] += flat(p.grad)
         self.calls = (self.calls + 1) % self.period
         if self.calls:
             return False
         for residuals in self.buckets:
             self.move(residuals, self.exchange(residuals))
         if self.small:  # 5
-            differences = torch.cat([flat(p) - self.common[p] for p in self.small]).half()
+            differences = torch.cat([self.progress(p) for p in self.small]).half()
             means = self.group.all_reduce(differences) / self.group.size
             self.move(self.small, torch.split(means, [p.numel() for p in self.small]))
+        self.step_averaged(self.period)  # 6
         return True
+
+    def progress(self, p: Tensor) -> Tensor:
+        """How far a parameter has come, or the sum of its gradients."""
+        return self.sums[p] if p in self.sums else flat(p) - self.common[p]
 
     def exchange(self, residuals: dict[Tensor, Tensor]) -> list[Tensor]:
         """Returns Q(m) of each parameter of a bucket, padded, and updates the residuals."""
         group, sizes = self.group, [len(residual) for residual in residuals.values()]
-        a = torch.cat([r + pad(flat(p) - self.common[p], (0, len(r) - p.numel())) for p, r in residuals.items()])
+        a = torch.cat([r + pad(self.progress(p), (0, len(r) - p.numel())) for p, r in residuals.items()])
         parts = [lengths.to(a.device) for lengths in parts_of(sizes, self.run, group.size)]
         own, most = parts[group.rank], max(map(len, parts))
         code, of_mean = ((levels.to(a.device), most) for levels in (self.levels, self.mean_levels))
@@ -169,12 +181,37 @@ class LowBit:
         return list(torch.split(means, sizes))
 
     def move(self, parameters: Iterable[Tensor], averages: Iterable[Tensor]) -> None:
-        """Moves the common weights by the averages, which may be padded. The parameters become the common weights."""
+        """Moves the common weights by the averages, which may be padded. The parameters become the common weights. Sums
+        become their averages."""
         for p, average in zip(parameters, averages, strict=True):
-            flat(p).copy_(self.common[p].add_(average[: p.numel()]))
+            if p in self.sums:
+                self.sums[p].copy_(average[: p.numel()])
+            else:
+                flat(p).copy_(self.common[p].add_(average[: p.numel()]))
+
+    def step_averaged(self, calls: int) -> None:
+        """Takes one step by the averages of sums of so many calls, and in place of so many steps."""
+        before = [dict(group) for group in self.groups]
+        for group in self.groups:
+            group.update(lr=group["lr"] * calls, betas=tuple(beta**calls for beta in group["betas"]))
+        for p, average in self.sums.items():
+            p.grad = torch.empty_like(p)
+            flat(p.grad).copy_(average / calls)
+            average.zero_()
+        if self.averaged:
+            for state in self.averaged.state.values():
+                state["step"] = state["step"] / calls
+            self.averaged.step()
+            for state in self.averaged.state.values():
+                state["step"] = state["step"] * calls
+        for group, settings in zip(self.groups, before, strict=True):
+            group.update(settings)
 
     def finish(self) -> None:
-        """Averages the weights uncompressed. The residuals stay."""
+        """Averages the weights and the sums uncompressed. The residuals stay."""
         for p, common in self.common.items():
-            flat(p).copy_(common.copy_(self.group.all_reduce(flat(p).clone()) / self.group.size))
+            own = self.sums.get(p, flat(p))
+            own.copy_(common.copy_(self.group.all_reduce(own.clone()) / self.group.size))
+        if self.calls:
+            self.step_averaged(self.calls)
         self.calls = 0

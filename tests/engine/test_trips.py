@@ -4,6 +4,7 @@ import pytest
 from harness import random_steps, replicas
 from local_workers import workers
 from methods import METHODS
+from optimizers import muon_and_adamw
 
 from hvd_compress import NoCompression, Quantized
 from hvd_compress.carriers.threads import ThreadCollectives
@@ -31,6 +32,10 @@ STEPS |= {name: ESTIMATED[known].trips for known, name in DEFAULTS.items()}
 LOCAL = {
     "low_bit": (dict(build=Quantized, restore_length=True), ESTIMATED["low_bit"].trips),
     "low_bit with a delay": (dict(build=Quantized, restore_length=True, delay=1), 2),
+    "low_bit on averaged gradients": (
+        dict(build=Quantized, restore_length=True, optimizer=muon_and_adamw, averaged=[1]),
+        ESTIMATED["low_bit"].trips,
+    ),
     "diloco": (dict(build=NoCompression), 2),
     "sparse": (dict(), 2),
 }

@@ -125,9 +125,9 @@ def test_muon_made_anew_from_its_groups_moves_the_same_matrices():
 def test_options_of_local_steps_have_defaults_only_with_them():
     without, local = (vars(train.parse(given)) for given in ([], ["--local-steps", "4", "--outer-lr", "0.7"]))
     names = ["local_steps", "unsent", "buffer_decay", "outer_lr", "outer_momentum"]
-    names += ["restore_length", "fragments", "delay"]
-    assert [without[name] for name in names] == [None] * 8
-    assert [local[name] for name in names] == [4, "weights", 1.0, 0.7, 0.0, False, 1, 0]
+    names += ["restore_length", "fragments", "delay", "averaged_gradients"]
+    assert [without[name] for name in names] == [None] * 9
+    assert [local[name] for name in names] == [4, "weights", 1.0, 0.7, 0.0, False, 1, 0, False]
 
 
 def test_dgc_without_momentum_correction_fits_adamw():

@@ -41,19 +41,28 @@ class Group:
         return self._collectives.start(allreduce(values, "dense_tensor"), "sum").result()
 
 
-def package(model, optimizer, collectives, bucket, **options):
+def package(model, optimizers, collectives, bucket, **options):
+    optimizer, *averaged = optimizers
+    options |= {"on_averaged_gradients": averaged}
     options |= {"bucket_mb": bucket * 4 / 2**20, "collectives": collectives, "restore_length": False}
     local = recipes.low_bit(model, optimizer, PERIOD, **options)
     buckets, weights = local.compression.buckets, local._rounds._common.weights
-    return local, lambda: ([b.residual for b in buckets], [low_bit.flat(w.common) for w in weights])
+    return local, optimizers, lambda: ([b.residual for b in buckets], [low_bit.flat(w.common) for w in weights])
 
 
-def specification(model, optimizer, collectives, bucket, **options):
-    local = low_bit.LowBit(model.parameters(), PERIOD, Group(collectives), bucket=bucket, **{"bits": 2, **options})
-    return local, lambda: ([torch.cat([*b.values()]) for b in local.buckets], [*local.common.values()][::-1])
+def specification(model, optimizers, collectives, bucket, **options):
+    optimizer, averaged = (*optimizers, None)[:2]
+    options = {"bits": 2, "averaged": averaged, **options}
+    local = low_bit.LowBit(model.parameters(), PERIOD, Group(collectives), bucket=bucket, **options)
+
+    def kept():
+        common = {p: low_bit.flat(p) if p in local.sums else c for p, c in local.common.items()}
+        return [torch.cat([*b.values()]) for b in local.buckets], [*common.values()][::-1]
+
+    return local, [optimizer], kept
 
 
-def trained(make, ranks, model, bucket, scale, **options):
+def trained(make, ranks, model, bucket, scale, optimizers=lambda parameters: [sgd(parameters)], **options):
     """Trains one copy of ``model`` a rank. Returns, by rank, whether each step has exchanged; weights, residuals and
     common weights after every step, and after finish(); and what was sent in exchanges, by verb."""
     world = ThreadWorld(ranks, timeout=60, ordered=True)
@@ -61,7 +70,7 @@ def trained(make, ranks, model, bucket, scale, **options):
 
     def train(rank):
         model, collectives, sent = models[rank], world.collectives(rank), defaultdict(list)
-        optimizer, start = sgd(model.parameters()), collectives.start
+        start = collectives.start
 
         def recorded(request, name):
             if request.category in ("values", "dense_tensor"):
@@ -69,7 +78,7 @@ def trained(make, ranks, model, bucket, scale, **options):
             return start(request, name)
 
         collectives.start, collectives.sums = recorded, lambda tensor: True
-        local, kept = make(model, optimizer, collectives, bucket, **options)
+        local, stepped, kept = make(model, optimizers(model.parameters()), collectives, bucket, **options)
         exchanged, states = [], []
 
         def note():
@@ -79,7 +88,8 @@ def trained(make, ranks, model, bucket, scale, **options):
         for step in range(STEPS):
             for p, grad in zip(model.parameters(), gradients(model, 100 * step + rank, scale), strict=True):
                 p.grad = grad if p.requires_grad else None
-            optimizer.step()
+            for optimizer in stepped:
+                optimizer.step()
             exchanged.append(local.step())
             note()
         sent = dict(sent)
@@ -100,6 +110,19 @@ def assert_equal(ranks, model, bucket=2**23, scale=1.0, **options):
         assert sent.keys() == received.keys() and all(equal(sent[verb], received[verb]) for verb in sent)
         assert not equal(states[0], states[PERIOD - 1])
     return ours[0]
+
+
+def sgd_and_adamw(parameters):
+    parameters = list(parameters)
+    matrices, others = ([p for p in parameters if (p.dim() == 2) == one] for one in (True, False))
+    return [sgd(matrices), torch.optim.AdamW(others, lr=0.01)]
+
+
+@pytest.mark.parametrize("bucket", [20480, 2**23])
+def test_averaged_gradients(bucket):
+    """Also with finish() in the middle of a period, after the last step."""
+    assert STEPS % PERIOD
+    assert_equal(4, mixed_model(), bucket=bucket, optimizers=sgd_and_adamw)
 
 
 @pytest.mark.alternate("ranks")
@@ -177,7 +200,7 @@ def test_levels(bits):
 
 
 def test_it_can_be_copied():
-    """It imports the standard library and torch only, and has 125 lines below the docstring."""
+    """It imports the standard library and torch only, and has 160 lines below the docstring."""
     tree = ast.parse(Path(low_bit.__file__).read_text())
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert not any(node.level for node in found if isinstance(node, ast.ImportFrom))
@@ -185,4 +208,4 @@ def test_it_can_be_copied():
     names |= {node.module for node in found if isinstance(node, ast.ImportFrom)}
     others = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
     assert others == {"torch"} and not any(name.startswith("torch.distributed") for name in names)
-    assert tree.body[-1].end_lineno - tree.body[1].lineno < 125
+    assert tree.body[-1].end_lineno - tree.body[1].lineno < 160

@@ -219,12 +219,27 @@ def two_clocks_model():
     )
 
 
-def check_two_clocks(model, others_optimizer, data, average=lambda: None):
+@register(CASES, once=True)
+def averaged_gradients():
+    """Embedding, norm and head by AdamW on averaged gradients: its state, too, is the same on all ranks after each
+    call."""
+    torch.manual_seed(0)
+    model, data = two_clocks_model(), torch.Generator().manual_seed(job.host.rank())
+    optimizer = torch.optim.AdamW(hvd_compress.hidden_matrices(model)[1].values(), lr=0.01)
+    check_two_clocks(model, optimizer, data, on_averaged_gradients=True)
+    moments = _everyone(tensor for state in optimizer.state.values() for tensor in state.values())
+    assert len(optimizer.state) == 5 and moments[0].any()
+    assert all(torch.equal(moments[0], other) for other in moments)
+
+
+def check_two_clocks(model, others_optimizer, data, average=lambda: None, on_averaged_gradients=False):
     """Hidden matrices take local steps, and differ between ranks in between; the other parameters never do.
-    ``average``: averages the gradients of these, if the optimizer does not."""
+    ``average``: averages the gradients of these, if neither the optimizer nor the local steps do."""
     matrices, others = hvd_compress.hidden_matrices(model)
     muon = torch.optim.Muon(matrices.values(), lr=0.01)
-    local, losses = hvd_compress.recipes.low_bit(matrices.items(), muon, 3, restore_length=True), []
+    given = model if on_averaged_gradients else matrices.items()
+    more = {"on_averaged_gradients": others_optimizer} if on_averaged_gradients else {}
+    local, losses = hvd_compress.recipes.low_bit(given, muon, 3, restore_length=True, **more), []
     for step in range(1, 31):
         words = torch.randint(40, (64,), generator=data).to(DEVICE)
         model.zero_grad()

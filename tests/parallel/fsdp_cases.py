@@ -33,6 +33,7 @@ from hvd_compress.engine.shards import is_sharded, local
 from hvd_compress.guards import averaging, sharding
 from hvd_compress.hosts import fsdp
 from hvd_compress.hosts.ddp import DDPHost
+from hvd_compress.trainers import CombinedOptimizer
 
 CASES: Cases = {}
 BFLOAT16_REDUCTION = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
@@ -302,6 +303,30 @@ def local_steps():
         ours.assert_equal_replicas()
         assert all(not torch.equal(before[name], w) for name, w in ours.weights().items() if w.numel())
         assert ours.compression.stats()["total"]["wire_ratio"] > 3
+
+
+@register(CASES, once=True)
+def averaged_gradients():
+    """Replicas have the same weights and moments of each shard, also where others take local steps."""
+    averaged: list[torch.optim.Optimizer] = []
+
+    def combined(parameters: list[torch.nn.Parameter]) -> Any:
+        averaged[:] = [torch.optim.AdamW(parameters[1::2], lr=1e-2)]
+        return CombinedOptimizer([torch.optim.SGD(parameters[::2], lr=0.05), *averaged])
+
+    settings = {"period": 3, "unsent": "buffer", "on_averaged_gradients": averaged}
+    trained = Job(build=partial(hvd_compress.Quantized, bits=2), optimizer=combined, local=settings)
+    before, group = trained.weights(), trained.mesh.get_group("replicate")
+    names = [name for name, _ in trained.model.named_parameters()][1::2]
+    for step in range(1, 8):
+        trained.train(1)
+        weights, states = trained.weights(), averaged[0].state.values()
+        moments = [local(tensor).flatten() for state in states for tensor in state.values()]
+        one, other = gather(torch.cat([*(weights[name].flatten() for name in names), *moments]), group)
+        assert torch.equal(one, other) and bool(moments) == (step >= 3)
+    assert all(not torch.equal(before[name], weights[name]) for name in names if weights[name].numel())
+    trained.local.end(trained.model)
+    trained.assert_equal_replicas()
 
 
 @register(CASES, once=True)

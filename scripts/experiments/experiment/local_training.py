@@ -20,6 +20,7 @@ OPTIONS: dict[str, Any] = {
     "restore_length": False,
     "fragments": 1,
     "delay": 0,
+    "averaged_gradients": False,
 }
 
 
@@ -44,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--fragments", type=int, help="parts of the weights, one exchanged every PERIOD / FRAGMENTS steps"
     )
+    group.add_argument(
+        "--averaged-gradients",
+        action="store_true",
+        default=None,
+        help="with --optimizer muon or muon-adamw: all but hidden matrices move by averaged gradients, once a period",
+    )
     group.add_argument("--delay", type=int, metavar="STEPS", help="from the begin of an exchange to its end")
 
 
@@ -56,6 +63,8 @@ def complete(args: argparse.Namespace) -> None:
     for name, default in OPTIONS.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
+    if args.averaged_gradients and args.optimizer not in ("muon", "muon-adamw"):
+        raise ValueError("--averaged-gradients needs --optimizer muon or muon-adamw")
     method = compressors.METHODS[args.compression]
     if not method.kind and args.compression not in compressors.STOCK:
         raise ValueError(f"--compression {args.compression} compresses gradients only: it has no --local-steps")
@@ -69,9 +78,13 @@ class LocalTraining(LocalRank):
     def __init__(self, args: argparse.Namespace, host: Host) -> None:
         self._host = host
         options = {"decay" if name == "buffer_decay" else name: getattr(args, name) for name in OPTIONS}
-        super().__init__(
-            lambda _, optimizer, compression: LocalSteps(compression, optimizer, args.local_steps, **options)
-        )
+        averaged = options.pop("averaged_gradients")
+
+        def build(model: nn.Module, optimizer: Any, compression: Any) -> LocalSteps:
+            others = optimizer.optimizers[1:] if averaged else ()
+            return LocalSteps(compression, optimizer, args.local_steps, on_averaged_gradients=others, **options)
+
+        super().__init__(build)
 
     def compression(self, args: argparse.Namespace, method: str, model: nn.Module, optimizer: Optimizer) -> Any:
         if compressors.METHODS[method].kind:

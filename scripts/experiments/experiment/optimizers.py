@@ -62,6 +62,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
+                if p.grad is None:  # on averaged gradients, between exchanges
+                    continue
                 velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
                 velocity.mul_(group["momentum"]).add_(p.grad)
                 update = p.grad.add(velocity, alpha=group["momentum"])
@@ -80,6 +82,9 @@ def build(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
         matrices, others = hvd_compress.hidden_matrices(model)
         muon = torch.optim.Muon(matrices.values(), lr=args.lr, adjust_lr_fn="match_rms_adamw")
         return CombinedOptimizer([muon, torch.optim.AdamW(others.values(), lr=args.lr)])
+    if args.optimizer == "muon" and getattr(args, "averaged_gradients", False):
+        groups = matrices_apart(model, "orthogonal")
+        return CombinedOptimizer([Muon([group], momentum=args.momentum, **settings) for group in groups])
     if args.optimizer == "muon":
         return Muon(matrices_apart(model, "orthogonal"), momentum=args.momentum, **settings)
     return torch.optim.SGD(parameters, momentum=args.momentum or 0.0, **settings)

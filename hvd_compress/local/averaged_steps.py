@@ -1,0 +1,179 @@
+"""Optimizers that step on averaged gradients: once a round, alike on all ranks, in place of local steps."""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ..engine.agreement import hash_of
+from ..engine.modes import modes_off
+from ..engine.optimizers import parameters_of
+from ..engine.shards import local
+from .common_weights import Weight, usable_part
+
+
+class AveragedSteps:
+    """The optimizers whose weights and states are common to all ranks, and move once a round.
+
+    The user's step adds the gradients to the sums of the weights, and moves nothing. A round averages the sums; then
+    the optimizer takes one step by the mean gradient, for as many calls as the sums are of (:func:`_for_several`).
+
+    Args:
+        optimizers: without wrappers.
+        weights: all of the training.
+        warn: called with a warning.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], weights: Sequence[Weight], warn: Callable[[str], None]) -> None:
+        ids = {optimizer: parameters_of([optimizer]) for optimizer in optimizers}
+        self._weights = {one: [w for w in weights if id(w.parameter) in held] for one, held in ids.items()}
+        #: Whether a step is in progress that moves the weights.
+        self.stepping = False
+        self._hook: RemovableHandle | None = None
+        self._withheld: dict[Tensor, Tensor] = {}
+        # Optimizers that the user has stepped since the last round, or may have.
+        self._called, self._warn = set(optimizers), warn
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return optimizer in self._weights
+
+    def restart(self) -> None:
+        """Other ranks, or another state."""
+        self._called.update(self._weights)
+
+    def before_step(self, optimizer: Optimizer, begun: bool) -> None:
+        """The user's step begins; the optimizer's own hooks come first, which may clip. Steps that only create a state
+        are left alone (:meth:`~hvd_compress.engine.optimizers.Optimizers.applies_gradients`)."""
+        self.after_step()
+        if not optimizer.state and not (begun and any(group.get("lr") for group in optimizer.param_groups)):
+            grads = [grad for weight in self._weights[optimizer] if (grad := weight.parameter.grad) is not None]
+            if grads and not any(bool(local(grad).any()) for grad in grads):
+                return
+        self._hook = optimizer.register_step_pre_hook(self._take)
+
+    @modes_off
+    def _take(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Adds the gradients to the sums, and withholds them from the step."""
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise ValueError(
+                f"{type(optimizer).__name__} of on_averaged_gradients takes no closure: call backward() before step(), "
+                "or step it in a hvd_compress.trainers.CombinedOptimizer, which does so"
+            )
+        self._called.add(optimizer)
+        # Of a GradScaler with a fused optimizer: the step itself divides by the scale, or does nothing.
+        scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        for weight in self._weights[optimizer]:
+            if (grad := weight.parameter.grad) is None or weight.sums is None:
+                continue
+            self._withheld[weight.parameter] = grad
+            if overflow is None or not bool(overflow):
+                with weight.order:
+                    weight.sums.add_(local(grad).detach() if scale is None else local(grad).detach() / scale)
+        _give(self._withheld, {})
+
+    def after_step(self) -> None:
+        """The user's step has ended: the gradients are the user's again."""
+        if self._hook is not None:
+            self._hook.remove()
+        _give(self._withheld, self._withheld)
+        self._withheld.clear()
+
+    def step(self, averages: Mapping[str, Tensor], calls: int) -> None:
+        """Moves weights and states by the averages of sums of ``calls``, by name. Where an average is not finite, the
+        optimizer gets 0, and the parameter becomes NaN or infinite."""
+        for optimizer, held in self._weights.items():
+            gradients = dict[Tensor, Tensor]()
+            weights = [weight for weight in held if weight.name in averages and weight.parameter.requires_grad]
+            for weight in weights:
+                gradient = gradients[weight.parameter] = torch.zeros_like(weight.parameter)
+                with weight.order:
+                    weight.own.copy_(weight.common)
+                    local(gradient).copy_(usable_part(averages[weight.name]) / calls)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]] if weights else []
+            before, self.stepping = {p: p.grad for p in parameters}, True
+            try:
+                with _for_several(optimizer, gradients, calls):
+                    _give(parameters, gradients)
+                    if weights:
+                        optimizer.step()
+            finally:
+                _give(parameters, before)
+                self.stepping = False
+            for weight in weights:
+                with weight.order:
+                    weight.common.copy_(weight.own)
+                    weight.own.add_(averages[weight.name] - usable_part(averages[weight.name]))
+
+    def begin(self) -> int:
+        """A round begins. Returns :meth:`digest`."""
+        for optimizer in self._weights.keys() - self._called:
+            self._warn(
+                f"{type(optimizer).__name__}.step() was not called since the last exchange: with "
+                "on_averaged_gradients, too, it belongs in each iteration, where it takes the gradients"
+            )
+        self._called.clear()
+        return self.digest()
+
+    def digest(self, *facts: object) -> int:
+        """32 bits of the settings of the groups and of ``facts``, which must be the same on all ranks; 0 if there are
+        no optimizers. Synchronises a GPU if settings are on it."""
+        items = [item for optimizer in self._weights for group in optimizer.param_groups for item in group.items()]
+        plain = [(key, value.tolist() if isinstance(value, Tensor) else value) for key, value in items]
+        settings = [item for item in plain if isinstance(item[1], int | float | tuple) and item[0] != "params"]
+        return zlib.crc32(repr((facts, settings)).encode()) if self._weights else 0
+
+    def digest_of_all(self) -> int:
+        """:meth:`digest` with the optimizers' parameters and states. Synchronises a GPU."""
+        held = [(optimizer, weight) for optimizer, weights in self._weights.items() for weight in weights]
+        states = tree_leaves([optimizer.state.get(weight.parameter, {}) for optimizer, weight in held])
+        tensors = (local(leaf) for leaf in states if isinstance(leaf, Tensor))
+        return self.digest([weight.number for _, weight in held], hash_of(tensors))
+
+
+def _give(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor | None]) -> None:
+    for p in parameters:
+        p.grad = gradients.get(p)
+
+
+@contextmanager
+def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls: int) -> Iterator[None]:
+    """A context in which one step of an optimizer stands for H = ``calls`` by equal gradients g, which it scales::
+
+        lr = H lr;   momentum, betas, RMSprop's alpha = these to the power H;   steps so far = steps so far / H
+        g, SGD's weight_decay = 1 + momentum + ... + momentum**(H - 1) times these
+
+    Other settings are as they are: most decays of weights are factors of the learning rate.
+    """
+    kept = list[dict[str, Any]]()
+    for group in optimizer.param_groups:
+        factor = sum((group.get("momentum") or 0.0) ** number for number in range(calls))
+        for p in filter(gradients.__contains__, group["params"] if factor != 1.0 else ()):
+            gradients[p].mul_(factor)
+        powers = ("momentum", "betas", *(["alpha"] if "centered" in group else []))
+        new = {key: _power(group[key], calls) for key in powers if group.get(key)}
+        scaled = {"lr": calls, **({"weight_decay": factor} if "dampening" in group else {})}
+        new |= {key: group[key] * by for key, by in scaled.items() if key in group}
+        kept.append({key: group[key] for key in new})
+        group.update(new)
+
+    def count(change: Callable[[Any], Any]) -> None:
+        for state in (optimizer.state.get(p, {}) for p in gradients):
+            state.update({"step": change(state["step"])} if "step" in state else {})
+
+    try:
+        count(lambda steps: steps / calls)
+        yield
+        count(lambda steps: steps * calls)
+    finally:
+        for group, settings in zip(optimizer.param_groups, kept, strict=True):
+            group.update(settings)
+
+
+def _power(setting: Any, calls: int) -> Any:
+    return tuple(beta**calls for beta in setting) if isinstance(setting, tuple) else setting**calls

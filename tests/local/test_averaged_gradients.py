@@ -1,0 +1,497 @@
+"""Optimizers on averaged gradients: their weights and states are common to all ranks, and move once a round."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from local_workers import DELAYED, IN_TURN, fail, in_a_new_world, on_both_hosts, resumes_bit_exactly, same, sgd, workers
+from methods import SMALL
+from models import equal, gradients, mixed_model
+from optimizers import muon_and_adamw
+
+from hvd_compress import LocalSteps, NoCompression, Quantized, recipes, reshard
+from hvd_compress.carriers.threads import ThreadWorld
+from hvd_compress.trainers import CombinedOptimizer
+
+AVERAGED = dict(optimizer=muon_and_adamw, averaged=[1], unsent="buffer")
+EXACT = dict(build=NoCompression, **AVERAGED)
+LOW_BIT = dict(build=partial(Quantized, **SMALL), **AVERAGED)
+#: All parameters, by one optimizer.
+ALL = dict(build=NoCompression, averaged=[0], unsent="buffer", period=2)
+
+
+def held(worker):
+    """The parameters of optimizers on averaged gradients."""
+    return [p for optimizer in worker.averaged for group in optimizer.param_groups for p in group["params"]]
+
+
+def averaged(worker):
+    return [p.detach().clone() for p in held(worker)]
+
+
+def states(worker):
+    found = [state.get(p, {}) for p in held(worker) for state in [o.state for o in worker.averaged]]
+    return [leaf for state in found for _, leaf in sorted(state.items()) if leaf is not None]
+
+
+def sums(worker):
+    return [w.sums for w in worker.local._rounds._common.weights if w.sums is not None]
+
+
+def mean_gradients(model, steps, ranks):
+    """Of all ranks and steps, of every parameter."""
+    each = [gradients(model, 100 * step + rank) for step in steps for rank in ranks]
+    return [torch.stack(grads).mean(0) for grads in zip(*each, strict=True)]
+
+
+@pytest.mark.parametrize("mode", [{}, IN_TURN, DELAYED, {"restore_length": True}, {"unsent": "weights"}], ids=str)
+@on_both_hosts
+def test_weights_and_states_are_common_to_all_ranks_after_every_call(ordered, mode):
+    world, group = workers(4, ordered=ordered, **{**LOW_BIT, **mode})
+    moved = []
+    for step in range(12):
+        before = averaged(group[0])
+        world.run(lambda i, step=step: group[i].train(1, first=step))
+        for other in group[1:]:
+            assert equal(averaged(group[0]), averaged(other)) and equal(states(group[0]), states(other))
+        moved.append(not equal(before, averaged(group[0])))
+    assert any(moved) and not all(moved) and states(group[0])
+
+
+def test_matrices_take_the_same_steps_as_without():
+    results = []
+    for given in ([1], []):
+        world, group = workers(3, **{**LOW_BIT, "averaged": given})
+        world.run(lambda i, group=group: group[i].train(6))
+        results.append([w.common for w in group[0].local._rounds._common.weights if w.parameter.dim() == 2])
+    assert equal(*results)
+
+
+def by_hand(make, period, rounds=3, **changes):
+    """The weights after some rounds of one optimizer by the mean gradients, its settings raised by hand."""
+    model = mixed_model()
+    own = make(model.parameters())
+    own.param_groups[0].update(changes)
+    factor = sum((own.param_groups[0].get("by_hand") or 0.0) ** n for n in range(period))
+    for first in range(0, period * rounds, period):
+        for p, grad in zip(
+            model.parameters(), mean_gradients(model, range(first, first + period), range(4)), strict=True
+        ):
+            p.grad = grad * factor
+        own.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("make", "raised"),
+    [
+        (partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.99)), dict(lr=0.03, betas=(0.9**3, 0.99**3))),
+        (partial(torch.optim.RMSprop, lr=0.01, alpha=0.9), dict(lr=0.03, alpha=0.9**3)),
+        (partial(torch.optim.SGD, lr=0.1), dict(lr=0.1 * 3)),
+        (
+            partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+            dict(lr=0.1 * 3, momentum=0.9**3, weight_decay=0.1 * (1 + 0.9 + 0.9**2), by_hand=0.9),
+        ),
+    ],
+    ids=["AdamW", "RMSprop", "SGD", "momentum"],
+)
+def test_one_step_stands_for_those_of_a_period(make, raised):
+    world, group = workers(4, **{**ALL, "optimizer": make, "period": 3})
+    settings = [copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in group[0].averaged[0].param_groups]
+    world.run(lambda i: group[i].train(9))
+    for worker in group:
+        torch.testing.assert_close(worker.weights(), by_hand(make, 3, **raised), rtol=1e-5, atol=1e-6)
+        after = [{k: v for k, v in g.items() if k != "params"} for g in worker.averaged[0].param_groups]
+        assert after == settings
+
+
+def test_momentum_of_a_period_is_that_of_its_steps():
+    """By equal gradients, SGD's velocity is what dense steps give."""
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    world, (worker,) = workers(1, **{**ALL, "optimizer": make, "period": 4})
+    dense = torch.nn.Parameter(torch.zeros(()))
+    own = make([dense])
+    for _ in range(8):
+        for p in (*worker.model.parameters(), dense):
+            p.grad = torch.ones_like(p)
+        for optimizer in (*worker.optimizers, own):
+            optimizer.step()
+        world.run(lambda i: worker.local.step())
+    expected = own.state[dense]["momentum_buffer"]
+    for p in worker.model.parameters():
+        velocity = worker.averaged[0].state[p]["momentum_buffer"]
+        torch.testing.assert_close(velocity, expected.expand_as(velocity))
+
+
+def test_the_period_may_change_and_steps_count_calls():
+    make = partial(torch.optim.AdamW, lr=0.01)
+    world, group = workers(2, **{**ALL, "optimizer": make, "period": 2})
+    world.run(lambda i: group[i].train(4))
+    for worker in group:
+        worker.local.period = 3
+    world.run(lambda i: group[i].train(3, first=4))
+    world.run(lambda i: group[i].train(1, first=7) and None)
+    world.run(lambda i: group[i].local.finish())
+    assert same(*group) and equal(states(group[0]), states(group[1]))
+    for state in group[0].averaged[0].state.values():
+        torch.testing.assert_close(state["step"], torch.tensor(8.0))
+
+
+def test_the_learning_rate_follows_a_schedule():
+    make = partial(torch.optim.SGD, lr=1.0)
+    world, (worker,) = workers(1, **{**ALL, "optimizer": make})
+    schedule = torch.optim.lr_scheduler.StepLR(worker.averaged[0], 2, 0.5)
+    before = worker.weights()
+    for _ in range(4):
+        for p in worker.model.parameters():
+            p.grad = torch.ones_like(p)
+        worker.averaged[0].step()
+        world.run(lambda i: worker.local.step())
+        schedule.step()
+    moved = [a - b for a, b in zip(before, worker.weights(), strict=True)]
+    torch.testing.assert_close(moved, [torch.full_like(p, 2 * 1.0 + 2 * 0.5) for p in moved])
+
+
+def test_loops_of_users():
+    """Between rounds nothing moves; gradients are the user's after step(), and hooks of the optimizer may clip them."""
+    make = partial(torch.optim.SGD, lr=0.1)
+    world, (worker,) = workers(1, **{**ALL, "optimizer": make, "period": 3})
+    (optimizer,) = worker.averaged
+    p = next(worker.model.parameters())
+
+    def clip(*_):
+        if p.grad is not None:
+            p.grad.clamp_(max=1.0)
+
+    optimizer.register_step_pre_hook(clip)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(p.grad))
+    before = worker.weights()
+    for number in range(2):
+        optimizer.zero_grad(set_to_none=bool(number))
+        for _ in range(2):  # gradients accumulate
+            (p.sum() * (number + 0.25)).backward()
+        grad = p.grad
+        optimizer.step()
+        assert p.grad is grad and seen.pop() is None
+        world.run(lambda i: worker.local.step())
+        assert equal(before, worker.weights())
+    torch.testing.assert_close(sums(worker)[0], torch.full_like(p, 0.5 + 1.0))
+    optimizer.zero_grad()
+    optimizer.step()  # unused in this call
+    assert world.run(lambda i: worker.local.step()) == [True]
+    torch.testing.assert_close(seen.pop(1), torch.full_like(p, 0.5))
+    assert p.grad is None
+    torch.testing.assert_close(before[0] - worker.weights()[0], torch.full_like(p, 0.1 * 3 * 0.5))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_unscales_and_skips(fused):
+    make = partial(torch.optim.AdamW, lr=0.1, fused=fused)
+    world, group = workers(2, **{**ALL, "optimizer": make, "period": 3})
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) for _ in group]
+    for step in range(2):
+        for rank, (worker, scaler) in enumerate(zip(group, scalers, strict=True)):
+            for p in worker.model.parameters():
+                p.grad = torch.full_like(p, 8.0)
+            if rank == step == 1:
+                p.grad.view(-1)[0] = torch.inf
+            scaler.scale(torch.ones(()))
+            scaler.step(worker.averaged[0])
+            scaler.update()
+        world.run(lambda i: group[i].local.step())
+    assert [scaler.get_scale() for scaler in scalers] == [8.0, 4.0]
+    for worker, times in zip(group, (2, 1), strict=True):
+        assert equal(sums(worker), [torch.full_like(p, float(times)) for p in sums(worker)])
+    world.run(lambda i: group[i].train(1))
+    assert same(*group) and not any(p.isnan().any() for p in group[0].weights())
+
+
+def test_a_step_that_makes_gradients_is_refused():
+    world, (worker,) = workers(1, **ALL)
+    with pytest.raises(ValueError, match="takes no closure"):
+        worker.averaged[0].step(lambda: 0.0)
+    world.run(lambda i: worker.train(2))
+    with pytest.raises(ValueError, match="Holding has another inside"):
+        workers(1, **{**ALL, "optimizer": lambda parameters: Holding(sgd(parameters))})
+
+
+class Holding(torch.optim.SGD):
+    """Has another optimizer inside."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, lr=0.1)
+        self.inner = inner
+
+
+def test_combined_optimizers_of_trainers():
+    """The same as the two by themselves, also with a closure, and whether or not the list has the inner one."""
+    results = []
+    for whole in (False, True):
+        world, group = ThreadWorld(2), []
+        for rank in range(2):
+            model = mixed_model()
+            muon, adamw = muon_and_adamw(model.parameters())
+            stepped = CombinedOptimizer([muon, adamw])
+            compression = Quantized(model.named_parameters(), collectives=world.collectives(rank))
+            given = stepped if whole else muon
+            group.append((model, stepped, LocalSteps(compression, given, 2, on_averaged_gradients=adamw)))
+
+        def train(rank, group=group):
+            model, optimizer, local = group[rank]
+            for step in range(5):
+
+                def closure(step=step):
+                    for p, grad in zip(model.parameters(), gradients(model, 100 * step + rank), strict=True):
+                        p.grad = grad
+
+                optimizer.step(closure)
+                local.step()
+            local.end(model)
+            return [p.detach() for p in model.parameters()]
+
+        weights, others = world.run(train)
+        assert equal(weights, others)
+        results.append(weights)
+    assert equal(*results)
+
+
+def test_finish_takes_what_was_summed():
+    """Averaged uncompressed, by one step for the calls so far."""
+    world, group = workers(2, **{**LOW_BIT, "period": 6})
+    exact, others = workers(2, **{**EXACT, "period": 2})
+    world.run(lambda i: group[i].train(2))
+    exact.run(lambda i: others[i].train(2))
+    world.run(lambda i: group[i].local.finish(group[i].model))
+    torch.testing.assert_close(averaged(group[0]), averaged(others[0]))
+    assert same(*group) and equal(states(group[0]), states(group[1])) and not any(s.any() for s in sums(group[0]))
+    assert states(group[0])
+
+
+def test_end_and_close_give_the_optimizer_back():
+    for end in ("end", "close"):
+        world, group = workers(2, **{**LOW_BIT, "period": 6})
+        world.run(lambda i, group=group: group[i].train(2))
+        world.run(lambda i, group=group, end=end: getattr(group[i].local, end)())
+        if end == "end":
+            assert same(*group) and equal(states(group[0]), states(group[1]))
+        before = averaged(group[0])
+        group[0].local_step(2)
+        assert not equal(before, averaged(group[0]))
+
+
+def test_a_dropped_object_gives_the_optimizer_back():
+    _, (worker,) = workers(1, **ALL)
+    worker.train(1)
+    before = worker.weights()
+    del worker.local, worker.compression
+    worker.averaged[0].step()
+    assert not equal(before, worker.weights())
+
+
+def test_other_weights_drop_the_sums():
+    world, group = workers(2, **{**EXACT, "period": 3})
+    world.run(lambda i: group[i].train(2))
+    for worker in group:
+        worker.model.load_state_dict(mixed_model(1).state_dict())
+    world.run(lambda i: group[i].local.take_weights())
+    assert not any(s.any() for s in sums(group[0]))
+    world.run(lambda i: group[i].train(3))
+    again, others = workers(2, model=mixed_model(1), **{**EXACT, "period": 3})
+    again.run(lambda i: others[i].train(3))
+    assert equal(averaged(group[0]), averaged(others[0]))
+
+
+@pytest.mark.parametrize("mode", [{}, {"restore_length": True, **DELAYED}], ids=["at once", "delayed"])
+@pytest.mark.parametrize("saved_after", [6, 7, 8])
+def test_a_checkpoint_resumes_bit_exactly(mode, saved_after):
+    resumes_bit_exactly({**LOW_BIT, **mode}, saved_after=saved_after)
+
+
+def test_sums_are_each_ranks_own_in_a_checkpoint():
+    world, group = workers(
+        2, **{**EXACT, "period": 4, "optimizer": lambda p: [torch.optim.AdamW(p, lr=0.1)], "averaged": [0]}
+    )
+    world.run(lambda i: group[i].train(2))
+    saved = world.run(lambda i: group[i].compression.state_dict())
+    with pytest.raises(ValueError, match=r"call finish\(\) before saving"):
+        reshard(saved)
+    with pytest.raises(RuntimeError, match=r"call finish\(\) before saving"):
+        world.run(lambda i: group[i].compression.engine.clock.check_equal_weights())
+    world.run(lambda i: group[i].local.finish())
+    reshard(world.run(lambda i: group[i].compression.state_dict()))
+    world.run(lambda i: group[i].compression.engine.clock.check_equal_weights())
+
+
+@on_both_hosts
+@pytest.mark.parametrize("at", range(2))
+def test_what_a_failed_exchange_has_summed_is_exchanged_later(at, ordered):
+    world, group = workers(2, ordered=ordered, **EXACT)
+    fails_in_the_sixth_call(world, group, at)
+    world = in_a_new_world(group, ordered)
+    assert world.run(lambda i: group[i].train(1, first=6)) == [[True]] * 2
+    # As by a period of four calls.
+    again, others = workers(2, ordered=ordered, **EXACT)
+    again.run(lambda i: others[i].train(3))
+    for worker in others:
+        worker.local.period = 4
+    again.run(lambda i: others[i].train(4, first=3))
+    for worker in group:
+        torch.testing.assert_close(averaged(worker), averaged(others[0]), rtol=0, atol=0)
+        assert equal(states(worker), states(others[0]))
+
+
+def fails_in_the_sixth_call(world, group, at):
+    world.run(lambda i: group[i].train(5))
+    for worker in group:
+        worker.local_step(5)
+        fail(worker, at)
+    with pytest.raises(ConnectionError):
+        world.run(lambda i: group[i].local.step())
+
+
+def owed(group):
+    """The mean over ranks of what is not applied: residuals and sums."""
+    names = [name for name, _ in group[0].model.named_parameters()]
+    each = [[w.compression.residual(n).double() + s for n, s in zip(names, sums(w), strict=True)] for w in group]
+    return [torch.stack(tensors).mean(0) for tensors in zip(*each, strict=True)]
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_what_a_failed_exchange_has_compressed_is_in_the_residual(at):
+    options = {**ALL, "build": partial(Quantized, **SMALL), "period": 3, "optimizer": torch.optim.AdamW}
+    world, group = workers(2, ordered=True, **options)
+    fails_in_the_sixth_call(world, group, at)
+    again, others = workers(2, ordered=True, **options)
+    again.run(lambda i: others[i].train(5))
+    for worker in others:
+        worker.local_step(5)
+    torch.testing.assert_close(owed(group), owed(others), rtol=0, atol=1e-6)
+    assert equal(averaged(group[0]), averaged(others[0])) and equal(states(group[0]), states(others[0]))
+
+
+def test_one_rank_is_as_several_equal_ones():
+    world, (alone,) = workers(1, **EXACT)
+    others, group = workers(3, **EXACT)
+    for worker in group:
+        worker.rank = 0
+    world.run(lambda i: alone.train(6))
+    with pytest.warns(UserWarning, match="all ranks have the same gradients"):
+        others.run(lambda i: group[i].train(6))
+    torch.testing.assert_close(alone.weights(), group[0].weights(), rtol=1e-5, atol=1e-6)
+
+
+def test_sums_that_are_not_finite_show_in_the_weights_and_leave_the_state_alone():
+    world, group = workers(2, **EXACT)
+    world.run(lambda i: group[i].train(2))
+    group[1].local_step(2)
+    p = held(group[1])[0]
+    sums(group[1])[0].view(-1)[3] = torch.inf
+    group[0].local_step(2)
+    world.run(lambda i: group[i].local.step())
+    for worker in group:
+        entries = held(worker)[0].detach().flatten()
+        assert not entries[3].isfinite() and entries[:3].isfinite().all(), p.shape
+        assert all(state.isfinite().all() for state in states(worker))
+    assert equal(states(group[0]), states(group[1]))
+    common = group[0].common(), group[1].common()
+    assert equal(*common) and all(tensor.isfinite().all() for tensor in common[0])
+
+
+def test_settings_that_differ_between_ranks_are_an_error_on_all():
+    world, group = workers(2, **LOW_BIT)
+    world.run(lambda i: group[i].train(3))
+    group[1].averaged[0].param_groups[0]["lr"] *= 2
+    for call in (lambda i: group[i].train(3), lambda i: group[i].local.finish()):
+        with pytest.raises(RuntimeError, match="lr"):
+            world.run(call)
+
+
+def test_states_that_differ_at_the_beginning_are_an_error_on_all():
+    world, group = workers(2, **ALL, optimizer=partial(torch.optim.AdamW, lr=0.01))
+    dense = group[1].averaged[0]
+    dense.state[held(group[1])[0]] = {"step": torch.tensor(1.0)}
+    with pytest.raises(RuntimeError, match="on_averaged_gradients"):
+        world.run(lambda i: group[i].train(1))
+
+
+def test_an_optimizer_that_is_never_stepped_is_told():
+    world, group = workers(2, **LOW_BIT)
+    for worker in group:
+        worker.optimizers.pop()
+    with pytest.warns(UserWarning, match=r"AdamW.step\(\) was not called since the last exchange"):
+        world.run(lambda i: group[i].train(6))
+
+
+def test_a_step_that_creates_the_state_does():
+    """As torch.distributed.checkpoint and hvd.broadcast_optimizer_state() take it."""
+    world, group = workers(2, **LOW_BIT)
+    for begun in (False, True):
+        if begun:
+            world.run(lambda i: group[i].train(1))
+        (optimizer,) = group[0].averaged
+        assert not optimizer.state
+        for p in held(group[0]):
+            p.grad = torch.zeros_like(p)
+        rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.0
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = rate
+        assert optimizer.state
+        optimizer.state.clear()
+
+
+def test_a_schedule_that_begins_with_zero_creates_no_state_of_a_ranks_own():
+    world, group = workers(2, **LOW_BIT)
+    for worker in group:
+        worker.averaged[0].param_groups[0]["lr"] = 0.0
+    world.run(lambda i: group[i].train(2))
+    assert not states(group[0])
+    world.run(lambda i: group[i].train(1, first=2))
+    assert states(group[0]) and equal(states(group[0]), states(group[1]))
+
+
+def test_frozen_parameters_stay():
+    world, group = workers(2, **LOW_BIT)
+    world.run(lambda i: group[i].train(3))
+    frozen = held(group[0])[0].detach().clone()
+    for worker in group:
+        held(worker)[0].requires_grad_(False)
+    world.run(lambda i: group[i].train(3, first=3))
+    assert torch.equal(frozen, held(group[0])[0]) and equal(averaged(group[0]), averaged(group[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype):
+    world, group = workers(2, model=mixed_model().to(dtype), **LOW_BIT)
+    world.run(lambda i: group[i].train(6))
+    assert equal(averaged(group[0]), averaged(group[1])) and equal(states(group[0]), states(group[1]))
+    assert not equal(averaged(group[0]), [p for p in mixed_model().to(dtype).parameters() if p.dim() != 2])
+
+
+def test_the_recipe_sends_as_many_bytes():
+    sent = []
+    for both in (False, True):
+        world, group = ThreadWorld(2), []
+        for rank in range(2):
+            model = mixed_model()
+            muon, adamw = muon_and_adamw(model.parameters())
+            given = dict(on_averaged_gradients=adamw) if both else {}
+            optimizers = muon if both else [muon, adamw]
+            local = recipes.low_bit(model, optimizers, 2, collectives=world.collectives(rank), **given)
+            group.append((model, [muon, adamw], local))
+
+        def train(rank, group=group):
+            model, optimizers, local = group[rank]
+            for step in range(4):
+                for p, grad in zip(model.parameters(), gradients(model, 100 * step + rank), strict=True):
+                    p.grad = grad
+                for optimizer in optimizers:
+                    optimizer.step()
+                local.step()
+            return local.compression.stats()["total"]["wire_bytes"], local.compression.stats()["total"]["dense_bytes"]
+
+        sent.append(world.run(train)[0])
+    (before, dense), (after, also_dense) = sent
+    assert dense == also_dense and after < before  # no lengths of sums are exchanged
+    assert before - after == pytest.approx(0, abs=8 * 12 * 2 * 2)
