@@ -89,3 +89,27 @@ def cells(line):
 
 def test_hours_are_those_of_the_runs():
     assert hours.page(RESULTS, figures.RESULTS) == RESULTS, "run scripts/experiments/hours.py"
+
+
+#: How README and choosing.md call the rows of the table of computing.
+CALLS = {
+    "gradients in fp16, each step": "fp16, in each step",
+    "DDP with fp16": "fp16, in each step",
+    "`low_bit`": "period 3, 2 bits",
+    "`low_bit(model, optimizers)`": "period 3, 2 bits",
+    "`low_bit`, `period=8, bits=1, mean_bits=2`": "period 8, 1 bit, averages in 2",
+    "`low_bit(..., period=8, bits=1, mean_bits=2)`": "period 8, 1 bit, averages in 2",
+    "`low_bit(..., period=16, bits=1, decay=0.9)`": "period 16, 1 bit",
+}
+
+
+@pytest.mark.parametrize(("name", "links"), [("README.md", 3), ("docs/choosing.md", 4)])
+def test_shares_are_what_was_measured(name, links):
+    measured = {row["exchange"]: row for row in figures.shares(figures.RESULTS)}
+    lines = (ROOT / name).read_text().split("5 Gbit/s |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(lines) == links
+    for call, _, *shares in map(cells, lines):
+        for share, link in zip(shares, figures.SLOWED, strict=False):
+            found = measured[CALLS[call]][link].partition("%")[0]
+            assert share in ("", f"{found} %"), (call, link)
+            assert share or found == "-"
