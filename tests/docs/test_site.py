@@ -69,8 +69,8 @@ def test_broken_links_are_found(tmp_path):
     assert sorted(broken(tmp_path)) == ["a.html: b.html#gone", "a.html: c.html"]
 
 
-#: Opens pages in frames of two widths, and writes which tables are wider than what they stand in, whether that can be
-#: scrolled, and whether a page is wider than its frame.
+#: Opens pages in frames of two widths, and writes which tables and equations are wider than what they stand in, whether
+#: that can be scrolled, and whether a page is wider than its frame.
 FRAMES = """<body><script>
 const pages = PAGES, widths = [1280, 390];
 let left = pages.length * widths.length;
@@ -80,10 +80,10 @@ for (const page of pages) for (const width of widths) {
   frame.onload = () => {
     const inside = frame.contentDocument, box = inside.documentElement;
     if (box.scrollWidth > box.clientWidth + 1) write(`${width} ${page}: page`);
-    for (const table of inside.querySelectorAll("table")) {
-      const around = table.parentElement, scrolls = getComputedStyle(around).overflowX == "auto";
-      const cut = around.scrollWidth > around.clientWidth + 1;
-      write(`${width} ${page}: ${cut ? scrolls ? "scrolled" : "cut" : "whole"}`);
+    for (const found of inside.querySelectorAll("table, dd .highlight-none pre")) {
+      const around = found.localName == "table" ? found.parentElement : found;
+      const scrolls = getComputedStyle(around).overflowX == "auto", cut = around.scrollWidth > around.clientWidth + 1;
+      write(`${width} ${page} ${found.localName}: ${cut ? scrolls ? "scrolled" : "cut" : "whole"}`);
     }
     if (!--left) write("done");
   };
@@ -98,7 +98,7 @@ function write(text) {
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
-def test_tables_are_whole_on_a_screen_and_can_be_scrolled_on_a_phone(site):
+def test_tables_and_equations_are_whole_on_a_screen_and_can_be_scrolled_on_a_phone(site):
     pages = [f"{file.stem}.html" for file in sorted((ROOT / "docs").glob("*.md"))]
     (site / "frames.html").write_text(FRAMES.replace("PAGES", json.dumps(pages)))
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
