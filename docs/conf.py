@@ -11,6 +11,8 @@ html_theme = "furo"
 html_title = f"hvd_compress {version}"
 html_show_sphinx = False
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 myst_heading_anchors = 4
 # Raw results are files that pages link, and no pages of the navigation.

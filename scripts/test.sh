@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-scripts=(docs/test_figures.py docs/test_site.py emulation experiments lab test_cuda_build.py test_launch.py
+scripts=(docs/test_figures.py docs/test_site.py docs/test_stated.py emulation experiments lab test_cuda_build.py test_launch.py
   test_torch_versions.py test_wheel.py torch_ddp)
 [[ ${1:-} != --scripts ]] || exec .venv/bin/python -m pytest "${@:2}" "${scripts[@]/#/tests/}"
 linters() {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long the experiments of scripts/measure.sh take: the table of docs/results.md, from the seconds of stored runs.
 
-hours.py        writes the table; tests/docs/test_results.py holds it current
+hours.py        writes the table; tests/docs/test_stated.py holds it current
 """
 
 from pathlib import Path

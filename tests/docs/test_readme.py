@@ -114,6 +114,38 @@ BLOCKS = {f"README.md, {number}": block for number, block in enumerate(blocks(RE
     for number, block in enumerate(blocks(DOCS[page]))
     if "init_process_group" in block or "hvd.init()" in block
 }
+
+
+def with_hooks() -> str:
+    """The program of docs/nodes.md, with what its page says in the place of optimizers and local steps."""
+    program, hooks, *_ = blocks(DOCS["nodes"])
+    head, _, rest = program.partition("matrices, others")
+    loop = rest.partition("\n\n")[2]
+    for old, new in (
+        (
+            "    muon.step()\n    adamw.step()\n    local.step()  # every third call exchanges\n",
+            "    optimizer.step()\n",
+        ),
+        ("local.finish(model)  # averages all weights: before testing\n", ""),
+        ("local.compression", "compression"),
+    ):
+        assert old in loop
+        loop = loop.replace(old, new)
+    return f"{head}{hooks}\n{loop}"
+
+
+def between_nodes() -> str:
+    """The program of docs/local_steps.md on two nodes of one rank, as docs/nodes.md says."""
+    program = blocks(DOCS["local_steps"])[0]
+    (nodes,) = [block for block in blocks(DOCS["nodes"]) if "nodes=mesh" in block]
+    line = "local = hvd_compress.recipes.low_bit(model, [muon, adamw])\n"
+    assert line in program and 'init_device_mesh("cuda", (4, 8)' in nodes
+    return program.replace(line, nodes.replace('"cuda", (4, 8)', '"cpu", (2, 1)')).replace(
+        "local.finish(model)", "local.finish(model.module)"
+    )
+
+
+BLOCKS |= {"nodes, hooks": with_hooks(), "nodes, DDP inside": between_nodes()}
 #: Two nodes of one rank: torchrun started them on one machine.
 ONE_MACHINE = 'nodes = ranks // int(os.environ["LOCAL_WORLD_SIZE"])'
 #: One process group for all scripts: a second one would find the first one's addresses in torchrun's store.
@@ -133,7 +165,7 @@ for script in sys.argv[2:]:
 def test_blocks_run_as_they_stand(host, tmp_path):
     """On two ranks."""
     found = {name: block for name, block in BLOCKS.items() if ("horovod.torch" in block) == (host == "horovod")}
-    assert len(found) == {"torch": 5, "horovod": 2}[host]
+    assert len(found) == {"torch": 7, "horovod": 2}[host]
     for number, block in enumerate(found.values()):
         assert ONE_MACHINE in block or "nodes =" not in block
         (tmp_path / f"{number}.py").write_text(block.replace(ONE_MACHINE, "nodes = 2") + TRAINED)
@@ -185,7 +217,8 @@ FRAGMENTS = [
     ("extending", "class Largest", False),
     ("nodes", "DCPState", True),
 ]
-#: Named here with what starts them: other tests run them, or they are of packages or machines that tests do not have.
+#: Run as programs above, or by test_pages.py (torchft). Those of trainers and torchtitan are compiled only, which
+#: tests/trainers does; a torchft peer with FSDP2 is trained in tests/peers.
 ELSEWHERE = {
     "local_steps": 1, "gradients": 2, "nodes": 4, "horovod": 2, "trainers": 5, "torchft": 2, "checkpoints": 0,
     "check": 0, "extending": 0, "choosing": 0, "index": 0, "install": 0, "methods": 0, "results": 0, "benchmarks": 0,

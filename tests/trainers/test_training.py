@@ -292,11 +292,15 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = trainers.KerasCallback
 
 
-def test_every_name_is_documented_and_the_code_of_the_page_compiles():
-    page = (ROOT / "docs" / "trainers.md").read_text()
-    names = re.findall(r"^.. auto\w+:: hvd_compress\.trainers\.(\w+)$", page, re.MULTILINE)
+def test_every_name_is_documented_and_the_code_of_the_pages_compiles():
+    """Also torchtitan's and nanoGPT's, on the pages of nodes and of local steps."""
+    pages = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("trainers", "nodes", "local_steps")}
+    names = re.findall(r"^.. auto\w+:: hvd_compress\.trainers\.(\w+)$", pages["trainers"], re.MULTILINE)
     assert sorted(names) == sorted(trainers.__all__)
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) > 5
-    for block in blocks:
-        compile(block, "docs/trainers.md", "exec")
+    blocks = {
+        name: re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) for name, page in pages.items()
+    }
+    assert [len(found) > 3 for found in blocks.values()] == [True] * 3
+    for name, found in blocks.items():
+        for block in found:
+            compile(block, f"docs/{name}.md", "exec")
