@@ -45,6 +45,7 @@ class AveragedSteps:
 
     def restart(self) -> None:
         """Other ranks, or another state."""
+        self.after_step()
         self._called.update(self._weights)
 
     def before_step(self, optimizer: Optimizer, begun: bool) -> None:
@@ -88,13 +89,15 @@ class AveragedSteps:
         """Moves weights and states by the averages of sums of ``calls``, by name. Where an average is not finite, the
         optimizer gets 0, and the parameter becomes NaN or infinite."""
         for optimizer, held in self._weights.items():
-            gradients = dict[Tensor, Tensor]()
+            gradients, left = dict[Tensor, Tensor](), list[Tensor]()
             weights = [weight for weight in held if weight.name in averages and weight.parameter.requires_grad]
             for weight in weights:
                 gradient = gradients[weight.parameter] = torch.zeros_like(weight.parameter)
                 with weight.order:
+                    finite = usable_part(averages[weight.name])
                     weight.own.copy_(weight.common)
-                    local(gradient).copy_(usable_part(averages[weight.name]) / calls)
+                    local(gradient).copy_(finite / calls)
+                    left.append(averages[weight.name] - finite)
             parameters = [p for group in optimizer.param_groups for p in group["params"]] if weights else []
             before, self.stepping = {p: p.grad for p in parameters}, True
             try:
@@ -105,10 +108,10 @@ class AveragedSteps:
             finally:
                 _give(parameters, before)
                 self.stepping = False
-            for weight in weights:
+            for weight, unusable in zip(weights, left, strict=True):
                 with weight.order:
                     weight.common.copy_(weight.own)
-                    weight.own.add_(averages[weight.name] - usable_part(averages[weight.name]))
+                    weight.own.add_(unusable)
 
     def begin(self) -> int:
         """A round begins. Returns :meth:`digest`."""
@@ -123,9 +126,9 @@ class AveragedSteps:
     def digest(self, *facts: object) -> int:
         """32 bits of the settings of the groups and of ``facts``, which must be the same on all ranks; 0 if there are
         no optimizers. Synchronises a GPU if settings are on it."""
-        items = [item for optimizer in self._weights for group in optimizer.param_groups for item in group.items()]
-        plain = [(key, value.tolist() if isinstance(value, Tensor) else value) for key, value in items]
-        settings = [item for item in plain if isinstance(item[1], int | float | tuple) and item[0] != "params"]
+        values = [v for optimizer in self._weights for group in optimizer.param_groups for v in group.values()]
+        plain = [value.tolist() if isinstance(value, Tensor) else value for value in values]
+        settings = [value for value in plain if isinstance(value, int | float | tuple)]
         return zlib.crc32(repr((facts, settings)).encode()) if self._weights else 0
 
     def digest_of_all(self) -> int:

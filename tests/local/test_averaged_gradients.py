@@ -213,6 +213,13 @@ def test_a_step_that_makes_gradients_is_refused():
     with pytest.raises(ValueError, match="takes no closure"):
         worker.averaged[0].step(lambda: 0.0)
     world.run(lambda i: worker.train(2))
+    worker.local_step(2)
+    with pytest.raises(ValueError, match="takes no closure"):
+        worker.averaged[0].step(lambda: 0.0)
+    worker.local.close()
+    before = worker.weights()
+    worker.local_step(3)
+    assert not equal(before, worker.weights()) and all(p.grad is not None for p in worker.model.parameters())
     with pytest.raises(ValueError, match="Holding has another inside"):
         workers(1, **{**ALL, "optimizer": lambda parameters: Holding(sgd(parameters))})
 

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--averaged-gradients",
         action="store_true",
         default=None,
-        help="with --optimizer muon or muon-adamw: all but hidden matrices move by averaged gradients, once a period",
+        help="with muon or muon-adamw: all but the hidden matrices move by averaged gradients, once a period",
     )
     group.add_argument("--delay", type=int, metavar="STEPS", help="from the begin of an exchange to its end")
 
