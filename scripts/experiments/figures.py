@@ -96,22 +96,28 @@ def shares(results: Path, links: Mapping[str, tuple[str, float]]) -> list[dict[s
     """For each exchange and one of the ``links``, the share of a step that is computing, and ms a step.
 
     The computing is a pause. Beside it and the exchange stands the optimizer's update, which on a card would be a small
-    part of the pause: what a step without an exchange takes beyond the pause, the median of all runs, is taken out.
+    part of the pause: what a step without an exchange takes beyond the pause, the median of all runs of these links, is
+    taken out.
     """
-    runs = read(results, "exchange-share").values()
-    update = median(row["alone_ms"] - run["config"]["pause_ms"] for run in runs for row in run["rows"])
+    of_runs = [(run["config"], row) for run in read(results, "exchange-share").values() for row in run["rows"]]
+    rows = [(about, row) for about, row in of_runs if _shaped(about, row) in links.values()]
+    update = median(row["alone_ms"] - about["pause_ms"] for about, row in rows)
     steps, fewer = dict[tuple[str, tuple[str, float]], str](), dict[str, float]()
-    for run in runs:
-        for row in run["rows"]:
-            method, share = row["method"], run["config"]["pause_ms"] / (row["step_ms"] - update)
-            steps[method, (row["rate"], run["config"]["delay_ms"])] = f"{share:.0%} ({row['step_ms']:,.0f})"
-            fewer[method] = min(row["wire_ratio"], fewer.get(method, row["wire_ratio"]))
+    for about, row in rows:
+        method, share = row["method"], about["pause_ms"] / (row["step_ms"] - update)
+        steps[method, _shaped(about, row)] = f"{share:.0%} ({row['step_ms']:,.0f})"
+        fewer[method] = min(row["wire_ratio"], fewer.get(method, row["wire_ratio"]))
     return [
         {"exchange": label, "fewer bytes": f"{fewer[method]:.0f}"}
         | {link: steps.get((method, shaped), "-") for link, shaped in links.items()}
         for label, method in SHARES.items()
-        if any((method, shaped) in steps for shaped in links.values())
+        if method in fewer
     ]
+
+
+def _shaped(about: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, float]:
+    """The rate and the delay of the links of a row."""
+    return row["rate"], about.get("delay_ms", 0)
 
 
 def races(results: Path) -> pd.DataFrame:
