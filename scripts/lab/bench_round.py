@@ -90,7 +90,7 @@ class Uncounted(Mirror):
 class Rank:
     """A network, an optimizer that moves it by noise, and its local steps of period 1."""
 
-    def __init__(self, recipe: str, millions: int, ranks: int, **options: Any) -> None:
+    def __init__(self, recipe: str, millions: int, ranks: int) -> None:
         self.layers = torch.nn.ParameterList(torch.randn(LAYER) * 0.02 for _ in range(millions))
         self.noise, self.steps, self.mirror = torch.randn(LAYER[0] * LAYER[1] + SLACK) * 0.01, 0, Uncounted(ranks)
         for layer in self.layers:
@@ -98,7 +98,7 @@ class Rank:
         self.before, self.entries = resident("VmRSS"), millions * LAYER[0] * LAYER[1]
         self.optimizer = torch.optim.SGD(self.layers.parameters(), lr=1.0)
         period = 2 if "delay" in recipe else 1
-        self.local = RECIPES[recipe](self.layers, self.optimizer, period, collectives=self.mirror, **options)
+        self.local = RECIPES[recipe](self.layers, self.optimizer, period, collectives=self.mirror)
 
     def move(self) -> None:
         """One step of the optimizer."""
@@ -129,12 +129,12 @@ class Rank:
         return {name: moved / self.entries for name, moved in counted.bytes.most_common()}
 
 
-def measure(recipe: str, millions: int, ranks: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+def measure(recipe: str, millions: int, ranks: int, steps: int) -> dict[str, Any]:
     """In a process of its own: memory that an earlier measurement has freed could be reused."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    Rank(recipe, 1, ranks, **options).step()
-    rank = Rank(recipe, millions, ranks, **options)
+    Rank(recipe, 1, ranks).step()
+    rank = Rank(recipe, millions, ranks)
     for _ in range(2):
         rank.step()
     resident("VmRSS")
@@ -171,7 +171,7 @@ def main() -> int:
         for millions in args.millions:
             for ranks in args.ranks:
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                    rows.append(process.submit(measure, recipe, millions, ranks, args.steps, {}).result())
+                    rows.append(process.submit(measure, recipe, millions, ranks, args.steps).result())
     shown = [{key: value for key, value in row.items() if key != "operators"} for row in rows]
     print(table.markdown([{k: f"{v:,.2f}" if isinstance(v, float) else str(v) for k, v in r.items()} for r in shown]))
     if args.operators:
