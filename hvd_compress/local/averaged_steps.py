@@ -40,18 +40,17 @@ class AveragedSteps:
         # Optimizers that the user has stepped since the last round, or may have.
         self._called, self._warn = set(optimizers), warn
 
-    def __contains__(self, optimizer: Optimizer) -> bool:
-        return optimizer in self._weights
-
     def restart(self) -> None:
         """Other ranks, or another state."""
         self.after_step()
         self._called.update(self._weights)
 
     def before_step(self, optimizer: Optimizer, begun: bool) -> None:
-        """The user's step begins; the optimizer's own hooks come first, which may clip. Steps that only create a state
-        are left alone (:meth:`~hvd_compress.engine.optimizers.Optimizers.applies_gradients`)."""
+        """The user's step of an optimizer begins. Its own hooks come first, which may clip. A step that only creates
+        a state is left alone (:meth:`~hvd_compress.engine.optimizers.Optimizers.applies_gradients`)."""
         self.after_step()
+        if optimizer not in self._weights:
+            return
         if not optimizer.state and not (begun and any(group.get("lr") for group in optimizer.param_groups)):
             grads = [grad for weight in self._weights[optimizer] if (grad := weight.parameter.grad) is not None]
             if grads and not any(bool(local(grad).any()) for grad in grads):

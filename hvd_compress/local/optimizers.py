@@ -8,6 +8,9 @@ from torch.optim import Optimizer
 from ..engine.optimizers import inside, parameters_of, share_parameters, unwrapped
 from ..guards.unfit_optimizer import check_averaged, check_kind
 
+#: One optimizer or several, as the user has given them.
+Given = Optimizer | Sequence[Optimizer]
+
 
 class LocalOptimizers:
     """One optimizer, or several of different parameters: for example ``torch.optim.Muon`` of matrices and AdamW of the
@@ -22,7 +25,7 @@ class LocalOptimizers:
         ValueError: one that does not fit, see :mod:`hvd_compress.guards.unfit_optimizer`.
     """
 
-    def __init__(self, given: Optimizer | Sequence[Optimizer], averaged: Optimizer | Sequence[Optimizer] = ()) -> None:
+    def __init__(self, given: Given, averaged: Given) -> None:
         self.averaged = [part for optimizer in _without_wrappers(averaged) for part in check_averaged(optimizer)]
         local = _without_wrappers(given)
         inner = {part for optimizer in local for part in inside(optimizer)}

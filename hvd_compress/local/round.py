@@ -236,11 +236,7 @@ class Round:
         self._calls.clear()
         progress = self._released(sent)
         self._turns.take_back(sent.fragment, sent.age, at_once=self._peers is None)
-        weights = [weight for weight in sent.fragment.weights if weight.name in progress]
-        self._write([weight for weight in weights if weight.sums is None], progress)
-        for weight in weights:
-            if weight.sums is not None:
-                weight.sums.add_(progress[weight.name])
+        self._write([weight for weight in sent.fragment.weights if weight.name in progress], progress)
         self._before.clear()
         return True
 
@@ -275,12 +271,15 @@ class Round:
         return progress
 
     def _write(self, weights: Iterable[Weight], extra: Mapping[str, Tensor]) -> None:
-        """Writes weights of this rank: their start, what is ``extra`` by name, and the progress since ``before``."""
+        """Writes weights of this rank: their start, what is ``extra`` by name, and the progress since ``before``. Sums
+        get what is extra."""
         nothing = torch.zeros((), dtype=torch.float32, device="cpu")
         for weight in weights:
             before, left = self._before.pop(weight.name, None), extra.get(weight.name, nothing)
             with weight.order:
-                if before is None:
+                if weight.sums is not None:
+                    weight.sums.add_(left)
+                elif before is None:
                     torch.add(self._common.start(weight), left, out=weight.own)
                 else:
                     now = self._common.start(weight) + left

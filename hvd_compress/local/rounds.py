@@ -15,7 +15,6 @@ counted, and optimizers are not looked at.
 
 import time
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -41,7 +40,7 @@ from .fragments import Turns
 from .from_rank_0 import share_states
 from .holders import Holders
 from .lengths import Lengths
-from .optimizers import LocalOptimizers
+from .optimizers import Given, LocalOptimizers
 from .peers import Peers
 from .period import Schedule
 from .round import Round
@@ -73,7 +72,7 @@ class Rounds(Clock):
     """Drives an engine by local steps. Methods without a docstring: see :class:`~hvd_compress.engine.clock.Clock`.
 
     Args:
-        optimizers, averaged: as the user has given them; those on averaged gradients.
+        optimizers: as the user has given them: of local steps, and on averaged gradients.
         model: of the parameters, if it is known.
         watches: whether weights that were replaced are an error.
     """
@@ -86,13 +85,12 @@ class Rounds(Clock):
         engine: Engine,
         settings: Settings,
         period: int,
-        optimizers: Optimizer | Sequence[Optimizer],
-        averaged: Optimizer | Sequence[Optimizer],
+        optimizers: tuple[Given, Given],
         model: torch.nn.Module | None,
         watches: bool,
     ) -> None:
         self._engine, self._settings = engine, settings
-        self._optimizers = LocalOptimizers(optimizers, averaged)
+        self._optimizers = LocalOptimizers(*optimizers)
         summed = parameters_of(self._optimizers.averaged)
         self._common = CommonWeights(engine, settings.unsent, settings.outer_lr, settings.outer_momentum, summed)
         check_parameters(self._optimizers.all, self._common.ids)
@@ -304,7 +302,7 @@ class Rounds(Clock):
         due = self._turns.due(self.schedule.period, calls=1)
         self._guards.before_optimizer_step(optimizer, self._exchanging, self._begun, self.stepped, due)
         self.stepped = self.moved = True
-        if self._exchanging and optimizer in self._averaged:
+        if self._exchanging:
             self._averaged.before_step(optimizer, self._begun)
         if self._begun:
             return

@@ -156,8 +156,8 @@ class LocalSteps:
         check_own_gradients(engine, compression.model)
         settings = Settings(unsent, decay, outer_lr, outer_momentum, restore_length, fragments, delay)
         watches = check_flag("watch_weights", watch_weights)
-        averaged = on_averaged_gradients
-        self._rounds = Rounds(engine, settings, period, optimizer, averaged, compression.model, watches)
+        optimizers = optimizer, on_averaged_gradients
+        self._rounds = Rounds(engine, settings, period, optimizers, compression.model, watches)
         compression.bind(self._rounds)
 
     @modes_off

@@ -137,6 +137,9 @@ def test_a_wrong_call_leaves_the_manager_for_the_right_one(monkeypatch):
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
     with pytest.raises(ValueError, match="parameter"):
         LocalSteps(Quantized(model, collectives=member), stranger, 2)
+    averaged = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="let these optimizers take local steps"):
+        LocalSteps(Quantized(model, collectives=member), [], 2, on_averaged_gradients=averaged)
     assert not healed
     LocalSteps(Quantized(model, collectives=member), torch.optim.SGD(model.parameters(), lr=0.1), 2)
     assert healed == [member]
