@@ -70,6 +70,7 @@ WRITTEN_BY_OTHERS = {
     ("hosts.fsdp_modules", "cast(Any, module._get_fsdp_state())._hvd_compress"): (1, "lives as long as the module"),
     ("hosts.fsdp_modules", "self.group._partial_reduce_output"): (2, "FSDP2 has no call for it"),
     ("local.averaged_steps", "p.grad"): (1, "torch's protocol: what an optimizer steps by, and nothing if it is None"),
+    ("reference.low_bit", "p.grad"): (1, "as local.averaged_steps"),
     ("papers.predictor", "owner.*"): (1, "torch's settings of precision, for a while"),
     ("trainers.transformers", "trainer.evaluation_loop"): (1, "the Trainer tells nobody that an evaluation begins"),
 }
