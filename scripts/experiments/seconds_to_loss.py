@@ -28,7 +28,7 @@ from hvd_compress.cli.processes import exit_on_signals
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 HOSTS = 4
 #: Bits per byte: what dense AdamW reaches at its best, and a loss close to the end of these trainings.
-TARGETS = (2.1, 1.93)
+TARGETS = (2.1, 1.9)
 #: Of the slowed lab, by the link that it stands for: rate, and delay one way.
 LINKS = {
     "100 Mbit/s": ("10mbit", None),
@@ -58,10 +58,9 @@ def name_of(link: str, exchange: str) -> str:
 
 
 def of(link: str, exchange: str, args: argparse.Namespace) -> Run:
-    row, method, options = EXCHANGES[exchange]
+    _, method, options = EXCHANGES[exchange]
     training = ("--data", "text", "--model", "gpt", "--epochs", "15", "--batch-size", "8", "--optimizer", "muon-adamw")
-    steps = ("--lr", str(curve(row)["config"]["lr"]), "--max-steps", str(args.steps))
-    arguments = (*training, *steps, "--host", "ddp", "--compression", method, *options)
+    arguments = (*training, "--max-steps", str(args.steps), "--host", "ddp", "--compression", method, *options)
     return Run(args.out / "runs.jsonl" / name_of(link, exchange), HOSTS, arguments)
 
 

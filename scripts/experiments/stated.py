@@ -3,7 +3,7 @@
 
     stated.py       a line each; the exit status is 1 if one is not what was measured (tests/docs/test_stated.py)
 
-Figures of simulations are compared with the tables of docs/results/ranks-apart, tables that scripts write with these
+Other figures of simulations are compared with docs/results/ranks-apart, tables that scripts write with these
 scripts, by other tests. "Printed only" on a page says that there is no file.
 """
 
@@ -11,10 +11,12 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import figures
+import ranks_apart
 from experiment.files import script_parser
+from simulation.setting import Setting
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,6 +72,11 @@ def race(place: str, method: str) -> Source:
     return Source(f"race of {place}: {method}", figures.races(figures.RESULTS).loc[place.replace(", ", "\n"), method])
 
 
+def simulated(**setting: Any) -> Source:
+    """Returns the loss of a simulation of ranks_apart.py."""
+    return Source(f"ranks-apart: {setting}", ranks_apart.read(ranks_apart.FILE)[Setting(**setting)])
+
+
 DENSE, ADAMW = quality("gpt-muon", "none@muon-3e-3"), quality("gpt-adamw", "none-6e-3")
 LOW_BIT, EIGHT = quality("gpt-muon", "quantized@45-6e-3"), quality("gpt-muon", "quantized@170-4.5e-3")
 SIXTEEN = quality("gpt-muon", "quantized@500-decay-3e-3")
@@ -83,6 +90,8 @@ CIFAR_DEMO = quality("cifar10-signs/10", "demo@orthogonal-1of64-6e-3")
 FP16 = {rate: step("exchange-pause", rate, "fp16") for rate in ("10gbit", "1gbit", "100mbit")}
 FEW = {rate: step("exchange-pause", rate, "ddp-quantized@few") for rate in FP16}
 LATE = {rate: step("exchange-pause", rate, "ddp-quantized@late") for rate in FP16}
+
+ONCE = [simulated(ranks=16, rate=6e-3, task=task, averages="once") for task in ("gpt", "gpt-adamw")]
 
 #: Page, words in which {} stands for the figure, source.
 STATED: list[tuple[str, str, Source]] = [
@@ -139,6 +148,8 @@ STATED: list[tuple[str, str, Source]] = [
     ("benchmarks", "fp16 454, dense {};", race("vgg11 to 0.6, 100 Mbit/s", "dense")),
     ("benchmarks", "100 Mbit/s: fp16 {}, IWP 306", race("resnet20 to 0.7, 100 Mbit/s", "fp16")),
     ("benchmarks", "fp16 288, IWP {}, dense", race("resnet20 to 0.7, 100 Mbit/s", "IWP")),
+    ("results", "one seed at 6e-3: {} on 16 ranks", ONCE[0]),
+    ("results", "AdamW in place of signs {}.", ONCE[1]),
     *(
         ("results", words, quality(experiment, *names))
         for words, experiment, *names in (
