@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import seconds_to_loss
+import table
 from experiment.result_file import read_runs, write_run
 from launch import finish, needs_hosts, start
 
@@ -35,6 +36,11 @@ def test_seconds_are_steps_times_the_time_of_a_step_on_the_link(results):
             write_run(path, {"step_ms_median": 100.0 * number})
     rows = seconds_to_loss.rows(argparse.Namespace(out=results / "gpt-links"))
     assert [row["seconds to 2"] for row in rows] == ["15", "15", "30", "30", "30", "60", "45", "45", "90"]
+
+
+def test_the_table_of_the_pages_is_of_the_stored_runs():
+    rows = seconds_to_loss.rows(argparse.Namespace(out=seconds_to_loss.RESULTS / "gpt-links"))
+    assert table.markdown(rows, left=2) in (seconds_to_loss.RESULTS.parent / "benchmarks.md").read_text()
 
 
 def test_a_row_is_trained_at_the_rate_that_was_best_of_it(results):
