@@ -78,15 +78,16 @@ class AveragedSteps:
         _give(self._withheld, {})
 
     def after_step(self) -> None:
-        """The user's step has ended: the gradients are the user's again."""
+        """The user's step has ended, or was interrupted: the gradients are the user's, unless there are new ones."""
         if self._hook is not None:
             self._hook.remove()
-        _give(self._withheld, self._withheld)
+        _give([p for p in self._withheld if p.grad is None], self._withheld)
         self._withheld.clear()
 
     def step(self, averages: Mapping[str, Tensor], calls: int) -> None:
         """Moves weights and states by the averages of sums of ``calls``, by name. Where an average is not finite, the
         optimizer gets 0, and the parameter becomes NaN or infinite."""
+        self.after_step()
         for optimizer, held in self._weights.items():
             gradients, left = dict[Tensor, Tensor](), list[Tensor]()
             weights = [weight for weight in held if weight.name in averages and weight.parameter.requires_grad]
@@ -117,7 +118,8 @@ class AveragedSteps:
         for optimizer in self._weights.keys() - self._called:
             self._warn(
                 f"{type(optimizer).__name__}.step() was not called since the last exchange: with "
-                "on_averaged_gradients, too, it belongs in each iteration, where it takes the gradients"
+                "on_averaged_gradients, too, it belongs in each iteration, where it takes the gradients (unless a "
+                "GradScaler skips it)"
             )
         self._called.clear()
         return self.digest()
@@ -125,9 +127,10 @@ class AveragedSteps:
     def digest(self, *facts: object) -> int:
         """32 bits of the settings of the groups and of ``facts``, which must be the same on all ranks; 0 if there are
         no optimizers. Synchronises a GPU if settings are on it."""
-        values = [v for optimizer in self._weights for group in optimizer.param_groups for v in group.values()]
+        groups = [group for optimizer in self._weights for group in optimizer.param_groups]
+        values = [value for group in groups for name, value in group.items() if name != "params"]
         plain = [value.tolist() if isinstance(value, Tensor) else value for value in values]
-        settings = [value for value in plain if isinstance(value, int | float | tuple)]
+        settings = [value for value in plain if isinstance(value, int | float | tuple | list)]
         return zlib.crc32(repr((facts, settings)).encode()) if self._weights else 0
 
     def digest_of_all(self) -> int:
@@ -152,30 +155,28 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
 
     Other settings are as they are: most decays of weights are factors of the learning rate.
     """
-    kept = list[dict[str, Any]]()
-    for group in optimizer.param_groups:
-        factor = sum((group.get("momentum") or 0.0) ** number for number in range(calls))
-        for p in filter(gradients.__contains__, group["params"] if factor != 1.0 else ()):
-            gradients[p].mul_(factor)
-        powers = ("momentum", "betas", *(["alpha"] if "centered" in group else []))
-        new = {key: _power(group[key], calls) for key in powers if group.get(key)}
-        scaled = {"lr": calls, **({"weight_decay": factor} if "dampening" in group else {})}
-        new |= {key: group[key] * by for key, by in scaled.items() if key in group}
-        kept.append({key: group[key] for key in new})
-        group.update(new)
-
-    def count(change: Callable[[Any], Any]) -> None:
-        for state in (optimizer.state.get(p, {}) for p in gradients):
-            state.update({"step": change(state["step"])} if "step" in state else {})
-
+    settings = [dict(group) for group in optimizer.param_groups]
+    counts = {p: state["step"] for p in gradients if "step" in (state := optimizer.state.get(p, {}))}
     try:
-        count(lambda steps: steps / calls)
+        for group in optimizer.param_groups:
+            factor = sum((group.get("momentum") or 0.0) ** number for number in range(calls))
+            for p in filter(gradients.__contains__, group["params"] if factor != 1.0 else ()):
+                gradients[p].mul_(factor)
+            powers = ("momentum", "betas", *(["alpha"] if "centered" in group else []))
+            new = {key: _power(group[key], calls) for key in powers if group.get(key)}
+            scaled = {"lr": calls, **({"weight_decay": factor} if "dampening" in group else {})}
+            group.update(new | {key: group[key] * by for key, by in scaled.items() if key in group})
+        for p, steps in counts.items():
+            optimizer.state[p]["step"] = steps // calls if isinstance(steps, int) else steps / calls
         yield
-        count(lambda steps: steps * calls)
+        stepped = {p: optimizer.state[p]["step"] * calls for p in gradients if "step" in optimizer.state.get(p, {})}
+        counts = stepped | {p: steps + calls for p, steps in counts.items() if isinstance(steps, int)}
     finally:
-        for group, settings in zip(optimizer.param_groups, kept, strict=True):
-            group.update(settings)
+        for p, steps in counts.items():
+            optimizer.state[p]["step"] = steps
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            group.update(before)
 
 
 def _power(setting: Any, calls: int) -> Any:
-    return tuple(beta**calls for beta in setting) if isinstance(setting, tuple) else setting**calls
+    return tuple(beta**calls for beta in setting) if isinstance(setting, tuple | list) else setting**calls

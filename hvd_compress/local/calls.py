@@ -115,7 +115,8 @@ class Calls:
 def _differ(rows: list[Row]) -> Different:
     if {row.call for row in rows} == {"take_weights()"}:
         return Different(
-            "the ranks have different weights in take_weights(): load or broadcast the same ones on all ranks before"
+            "the ranks have different weights in take_weights(), or other states of optimizers on_averaged_gradients: "
+            "load or broadcast the same ones on all ranks before"
         )
     if len({*map(str, rows)}) == 1 < len({row.must_equal >> AGES for row in rows}):
         return Different(f"{disagreement()}; lr and other settings of optimizers on_averaged_gradients, too")

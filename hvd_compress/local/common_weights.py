@@ -1,6 +1,7 @@
 """The weights that all ranks share between local steps, and each rank's own weights relative to them."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Weight:
     ``common``: the common weights, float32 or wider. ``velocity``: of the outer momentum, if there is any. ``place``:
     where the compressor keeps it, or None if it is not compressed. ``sums``: None if its progress is exchanged; of an
     optimizer on averaged gradients, the sums of this rank's gradients since the last exchange, which are exchanged in
-    place of that: the weight moves by their averages only.
+    place of that: the weight moves by their averages only. ``shares``: whether its memory is another one's, too.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Weight:
     common: Tensor
     velocity: Tensor | None
     sums: Tensor | None
+    shares: bool
 
     @property
     def own(self) -> Tensor:
@@ -62,6 +64,7 @@ class CommonWeights:
     def __init__(self, engine: Engine, unsent: str, lr: float, momentum: float, summed: Set[int]) -> None:
         self._engine, self._unsent, self._lr, self._momentum = engine, unsent, lr, momentum
         self.weights: list[Weight] = []
+        memories = Counter(map(_memory, engine.parameters))
         for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
             place = engine.place_of[number]
             if not p.requires_grad and place is None:
@@ -70,7 +73,8 @@ class CommonWeights:
                 raise ValueError(f"{name}: local steps need a floating dtype, got {p.dtype}")
             sums = wide_zeros(p) if id(p) in summed else None
             common, velocity = wide_zeros(p), wide_zeros(p) if momentum and sums is None else None
-            self.weights.append(Weight(number, name, p, place, common, velocity, sums))
+            shares = memories[_memory(p)] > 1
+            self.weights.append(Weight(number, name, p, place, common, velocity, sums, shares))
         self.ids = {id(weight.parameter) for weight in self.weights}
 
     def take(self, ids: Set[int], unless_rounded: bool = False) -> None:
@@ -100,12 +104,13 @@ class CommonWeights:
             weight.own.copy_(mean)
         self._clear_unsent()
 
-    def write_common(self) -> None:
-        """Makes the parameters the common weights."""
-        for weight in self.weights:
+    def write_common(self, weights: Iterable[Weight] | None = None) -> None:
+        """Makes the parameters, or those of some weights, the common weights."""
+        for weight in self.weights if weights is None else weights:
             with weight.order:
                 weight.own.copy_(weight.common)
-        self._clear_unsent()
+        if weights is None:
+            self._clear_unsent()
 
     def stand_in(self, weights: Iterable[Weight], ends: bool = False) -> None:
         """Shows compressors that select by weights the common weights, the same on all ranks, until this ``ends``."""
@@ -123,7 +128,7 @@ class CommonWeights:
                 sums = weight.sums.to(own.dtype, copy=True)
                 weight.sums.zero_()
                 return sums
-            if in_place and (compressed or own.dtype == weight.common.dtype):
+            if in_place and not weight.shares and (compressed or own.dtype == weight.common.dtype):
                 return torch.sub(own, self.start(weight).to(own.dtype), out=own)
             return self.advance(weight).to(own.dtype) if compressed else self.advance(weight)
 
@@ -135,7 +140,7 @@ class CommonWeights:
 
     def start(self, weight: Weight) -> Tensor:
         """This rank's weights after an exchange, in the dtype of the common weights. Read only."""
-        if weight.place is None or self._unsent == "buffer" or weight.sums is not None:
+        if weight.place is None or self._unsent == "buffer":
             return weight.common
         unsent: Tensor = weight.place.work.residual_of(weight.place.piece)
         return weight.common + unsent
@@ -178,6 +183,10 @@ class CommonWeights:
         """Drops the residual: the parameters have changed and do not contain it."""
         if self._unsent == "weights":
             scale_residuals(self._engine.works, 0.0)
+
+
+def _memory(parameter: Tensor) -> int:
+    return local(parameter).untyped_storage().data_ptr()
 
 
 def usable_part(average: Tensor) -> Tensor:

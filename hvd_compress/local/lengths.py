@@ -34,16 +34,17 @@ class Lengths:
         with weight.order:
             return sum_of_squares(tensor).to(self._device)
 
-    def restore(self, weights: Sequence[Weight], averages: Mapping[str, Tensor], squares: Tensor) -> None:
+    def restore(self, weights: Sequence[Weight], averages: Mapping[str, Tensor], squares: Tensor | None) -> None:
         """Multiplies the averaged difference of each weight, by name, by a factor of at most the square root of the
         ranks, that of differences at right angles; not those whose length is 0 or not finite. Waits for the shard
         group.
 
         Args:
-            squares: the mean over ranks of :meth:`square` of their differences, float64, (weights,).
+            squares: the mean over ranks of :meth:`square` of their differences, float64, (weights,); None: no weights.
         """
-        own = torch.stack([self.square(weight, averages[weight.name]) for weight in weights])
-        sums = self._of_whole(weights, torch.stack([squares, own]))
+        own = [self.square(weight, averages[weight.name]) for weight in weights]
+        nothing = torch.zeros(2, 0, dtype=torch.float64, device=self._device)
+        sums = self._of_whole(weights, nothing if squares is None else torch.stack([squares, torch.stack(own)]))
         ratios = torch.sqrt(sums[0] / sums[1])
         factors = ratios.clamp(max=math.sqrt(self._engine.collectives.size))
         factors = torch.where(ratios.isfinite() & (ratios > 0), factors, torch.ones_like(factors))

@@ -1,6 +1,6 @@
 """Rounds, one at a time: the progress of a fragment goes to the compressor, and its averages move the weights."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -90,6 +90,8 @@ class Round:
         self._averages: dict[str, Tensor] = {}
         #: The calls that the averages are of.
         self._age = 0
+        # The weights of the last fragment that has arrived.
+        self._landing: Sequence[Weight] = ()
         self._before: dict[str, Tensor] = {}
         # What this rank has done since its last round, while it waits for a quorum.
         self._held: dict[str, Tensor] = {}
@@ -197,14 +199,14 @@ class Round:
             self._engine.finish()
             if self._peers is not None and not self._commit(self._peers, sent):
                 return
-            self._sent, self._applying, self._age = None, True, sent.age
+            self._sent, self._applying, self._age, self._landing = None, True, sent.age, sent.fragment.weights
             squares, self._squares = self._squares, None
             self._engine.dense.write(self._engine.method)
             for work in sent.fragment.works:
                 work.bucket.write_results()
             received, weights = self._released(sent), sent.fragment.weights
             averages = {w.name: received[w.name].to(w.common.dtype) for w in weights}
-            if self._lengths is not None and squares is not None:
+            if self._lengths is not None:
                 self._lengths.restore([weight for weight in weights if weight.sums is None], averages, squares)
             self._averages, self._applying = averages, False
 
@@ -226,11 +228,11 @@ class Round:
 
     def take_back(self) -> bool:
         """Called when the engine was reset: compressed progress is in the residual, and is zero here. Weights whose
-        progress was not sent stay as they are. If averages were being applied, in place of weights, these become the
-        common ones. Returns whether weights were written."""
+        progress was not sent stay as they are. If a landing was interrupted, and parameters hold averages, these become
+        the common weights. Returns whether weights were written."""
         if (sent := self._sent) is None:
             if interrupted := self._applying and not self._delay:
-                self._common.write_common()
+                self._common.write_common(self._landing)
             return interrupted
         self._sent, self._left = None, 0
         self._calls.clear()

@@ -281,7 +281,8 @@ class Rounds(Clock):
         self._turns.restart()
         if self._exchanging:
             with self._engine.entered:
-                self._calls.compare(Row("take_weights()", must_equal=self._common.hash()))
+                must_equal = self._common.hash() ^ self._averaged.digest_of_all()
+                self._calls.compare(Row("take_weights()", must_equal))
         self.stepped, self.moved = False, False
         self._guards.common()
         self._note()

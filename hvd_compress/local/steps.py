@@ -148,6 +148,8 @@ class LocalSteps:
         decay = check_number("decay", decay, at_least=0, at_most=1)
         if decay != 1.0 and unsent == "weights":
             raise ValueError('decay is of the error-feedback buffer: it goes with unsent="buffer"')
+        if on_averaged_gradients and unsent == "weights":
+            raise ValueError('what was not sent of gradients is no part of weights: use unsent="buffer"')
         outer_lr = check_number("outer_lr", outer_lr, above=0)
         outer_momentum = check_number("outer_momentum", outer_momentum, at_least=0, below=1)
         restore_length = check_flag("restore_length", restore_length)

@@ -12,6 +12,7 @@ from optimizers import muon_and_adamw
 
 from hvd_compress import LocalSteps, NoCompression, Quantized, recipes, reshard
 from hvd_compress.carriers.threads import ThreadWorld
+from hvd_compress.local.averaged_steps import _for_several
 from hvd_compress.trainers import CombinedOptimizer
 
 AVERAGED = dict(optimizer=muon_and_adamw, averaged=[1], unsent="buffer")
@@ -45,7 +46,7 @@ def mean_gradients(model, steps, ranks):
     return [torch.stack(grads).mean(0) for grads in zip(*each, strict=True)]
 
 
-@pytest.mark.parametrize("mode", [{}, IN_TURN, DELAYED, {"restore_length": True}, {"unsent": "weights"}], ids=str)
+@pytest.mark.parametrize("mode", [{}, IN_TURN, DELAYED, {"restore_length": True}], ids=str)
 @on_both_hosts
 def test_weights_and_states_are_common_to_all_ranks_after_every_call(ordered, mode):
     world, group = workers(4, ordered=ordered, **{**LOW_BIT, **mode})
@@ -502,3 +503,24 @@ def test_the_recipe_sends_as_many_bytes():
     (before, dense), (after, also_dense) = sent
     assert dense == also_dense and after < before  # no lengths of sums are exchanged
     assert before - after == pytest.approx(0, abs=8 * 12 * 2 * 2)
+
+
+def test_what_was_not_sent_of_gradients_is_no_part_of_weights():
+    model = mixed_model()
+    optimizers = muon_and_adamw(model.parameters())
+    with pytest.raises(ValueError, match='use unsent="buffer"'):
+        compression = Quantized(model, collectives=ThreadWorld(1).collectives(0))
+        LocalSteps(compression, optimizers, 3, unsent="weights", on_averaged_gradients=optimizers[1])
+
+
+def test_a_step_that_fails_leaves_settings_and_counts_as_they_were():
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([p], lr=0.1, betas=[0.9, 0.99])
+    p.grad = torch.ones(2)
+    optimizer.step()
+    with pytest.raises(OSError), _for_several(optimizer, {p: torch.ones(2)}, 3):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
+        assert optimizer.param_groups[0]["betas"] == pytest.approx((0.9**3, 0.99**3))
+        raise OSError
+    assert optimizer.param_groups[0]["lr"] == 0.1 and tuple(optimizer.param_groups[0]["betas"]) == (0.9, 0.99)
+    assert optimizer.state[p]["step"] == 1

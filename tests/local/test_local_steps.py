@@ -30,7 +30,7 @@ from methods import EACH, EXACT, FORGETFUL, METHODS, SMALL, TRAINED, WITHOUT_RES
 from models import compressed, equal, gradients, mixed_model
 from optimizers import muon_and_adamw
 
-from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, SlimDP, TopK
+from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, Quantized, SlimDP, TopK
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.hosts.ddp import DDPHost
 
@@ -615,3 +615,23 @@ def test_the_optimizer_does_not_keep_local_steps_alive():
     gc.collect()
     assert kept() is None
     optimizer.step()
+
+
+def test_parameters_that_share_memory_move_as_one():
+    """Without delay the memory of a parameter holds its progress, which must not be taken twice."""
+    first = torch.rand(40, 40)
+    world = ThreadWorld(2)
+
+    def rank(i):
+        p = torch.nn.Parameter(first.clone())
+        q = torch.nn.Parameter(p.data)
+        optimizer = torch.optim.SGD([p, q], lr=0.1)
+        compression = Quantized([("p", p), ("q", q)], 8, collectives=world.collectives(i), min_numel=1)
+        local = LocalSteps(compression, optimizer, 1)
+        p.grad, q.grad = torch.ones(40, 40), torch.ones(40, 40)
+        optimizer.step()
+        local.step()
+        return p.detach()
+
+    for weight in world.run(rank):
+        assert torch.allclose(weight, first - 0.2, atol=0.02)
