@@ -78,6 +78,7 @@ def simulated(**setting: Any) -> Source:
 
 
 DENSE, ADAMW = quality("gpt-muon", "none@muon-3e-3"), quality("gpt-adamw", "none-6e-3")
+RECIPE_DENSE, RECIPE = quality("gpt-recipe", "none@muon-adamw-2.4e-2"), quality("gpt-recipe", "quantized@recipe-1.2e-2")
 LOW_BIT, EIGHT = quality("gpt-muon", "quantized@45-6e-3"), quality("gpt-muon", "quantized@170-4.5e-3")
 SIXTEEN = quality("gpt-muon", "quantized@500-decay-3e-3")
 RANKS_16, RANKS_32 = quality("gpt-muon-ranks", "quantized@45-6e-3"), quality("gpt-muon-ranks/32", "quantized@45-6e-3")
@@ -95,9 +96,9 @@ ONCE = [simulated(ranks=16, rate=6e-3, task=task, averages="once") for task in (
 
 #: Page, words in which {} stands for the figure, source.
 STATED: list[tuple[str, str, Source]] = [
-    ("README", "bits per byte {}, dense", LOW_BIT),
-    ("README", "dense {}: +", DENSE),
-    ("README", "dense 1.885: +{} %", over(LOW_BIT, DENSE)),
+    ("README", "bits per byte {}, dense", RECIPE),
+    ("README", "dense {}: +", RECIPE_DENSE),
+    ("README", "dense 1.861: +{} %", over(RECIPE, RECIPE_DENSE)),
     ("README", "+{} %, +5.9 %", over(RANKS_16, DENSE)),
     ("README", "+3.3 %, +{} %", over(RANKS_32, DENSE)),
     ("README", "+{} %; DeMo in", over(ADAMW_LOCAL, ADAMW)),
@@ -108,8 +109,8 @@ STATED: list[tuple[str, str, Source]] = [
     ("README", "0.8428, dense {}", CIFAR),
     ("README", "| `low_bit` | {} |", fewer("gpt-muon", "quantized@45-6e-3-0")),
     ("README", "mean_bits=2` | {} |", fewer("gpt-muon", "quantized@170-4.5e-3-0")),
-    ("choosing", "bits per byte {} % above dense Muon", over(LOW_BIT, DENSE)),
-    ("choosing", "above dense Muon, {} % below dense AdamW", below(LOW_BIT, ADAMW)),
+    ("choosing", "bits per byte {} % above dense Muon", over(RECIPE, RECIPE_DENSE)),
+    ("choosing", "above dense Muon, {} % below dense AdamW", below(RECIPE, ADAMW)),
     ("choosing", "accuracy {}, dense 0.885", TUNED),
     ("choosing", "accuracy 0.886, dense {} |", TUNED_DENSE),
     ("choosing", "DeMo {} % below dense AdamW", below(DEMO, ADAMW)),
@@ -153,6 +154,17 @@ STATED: list[tuple[str, str, Source]] = [
     *(
         ("results", words, quality(experiment, *names))
         for words, experiment, *names in (
+            *(
+                (f"| dense |{before} {{}} |", "gpt-recipe", f"none@muon-adamw-{rate}-0")
+                for before, rate in (("", "3e-3"), (" 1.951 |", "6e-3"), (" 1.951 | 1.890 |", "1.2e-2"))
+            ),
+            ("1.875 | **{}** (3 seeds) |", "gpt-recipe", "none@muon-adamw-2.4e-2"),
+            ("**1.861** (3 seeds) | {} |", "gpt-recipe", "none@muon-adamw-4.8e-2-0"),
+            ("47 times fewer bytes | | {} |", "gpt-recipe", "quantized@recipe-6e-3-0"),
+            ("1.925 | **{}** (3 seeds) |", "gpt-recipe", "quantized@recipe-1.2e-2"),
+            ("**1.878** (3 seeds) | {} |", "gpt-recipe", "quantized@recipe-2.4e-2-0"),
+            ("at 1.2e-2 it is {} and", "gpt-recipe", "quantized@recipe-1.2e-2-0"),
+            ("for many ranks, it is {} on", "gpt-recipe", "quantized@averaged-1.2e-2-0"),
             ("| Muon, dense | 1 | {} (", "gpt-muon", "none@muon-3e-3"),
             ("(`low_bit`)** | 47 | {} (", "gpt-muon", "quantized@45-6e-3"),
             ("averages in 2** | 164 | {} (", "gpt-muon", "quantized@170-4.5e-3"),
