@@ -33,7 +33,7 @@ LOCAL = {
     "low_bit": (dict(build=Quantized, restore_length=True), ESTIMATED["low_bit"].trips),
     "low_bit with a delay": (dict(build=Quantized, restore_length=True, delay=1), 2),
     "low_bit on averaged gradients": (
-        dict(build=Quantized, restore_length=True, optimizer=muon_and_adamw, averaged=[1]),
+        dict(build=Quantized, restore_length=True, optimizer=muon_and_adamw, averaged=[1], unsent="buffer"),
         ESTIMATED["low_bit"].trips,
     ),
     "diloco": (dict(build=NoCompression), 2),
