@@ -15,7 +15,7 @@ from ..engine.agreement import hash_of
 from ..engine.modes import modes_off
 from ..engine.optimizers import parameters_of
 from ..engine.shards import local
-from .common_weights import Weight, usable_part
+from .common_weights import Weight, parted
 
 
 class AveragedSteps:
@@ -94,10 +94,10 @@ class AveragedSteps:
             for weight in weights:
                 gradient = gradients[weight.parameter] = torch.zeros_like(weight.parameter)
                 with weight.order:
-                    finite = usable_part(averages[weight.name])
+                    finite, unusable = parted(averages[weight.name])
                     weight.own.copy_(weight.common)
                     local(gradient).copy_(finite / calls)
-                    left.append(averages[weight.name] - finite)
+                    left.append(unusable)
             parameters = [p for group in optimizer.param_groups for p in group["params"]] if weights else []
             before, self.stepping = {p: p.grad for p in parameters}, True
             try:

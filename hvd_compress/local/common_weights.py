@@ -150,14 +150,12 @@ class CommonWeights:
         what was not added: nothing, or the entries that are not finite, and 0 beside them. All operations are rounded
         by IEEE 754: the result is the same on all processors."""
         for weight in weights:
-            average = averages[weight.name]
             with weight.order:
-                step = applied = usable_part(average)
+                step, averages[weight.name] = parted(averages[weight.name])
                 if weight.velocity is not None:
                     weight.velocity.mul_(self._momentum).add_(step)
                     step = step + weight.velocity * self._momentum
                 weight.common.add_(step if self._lr == 1.0 else step * self._lr)
-                averages[weight.name] = average.new_zeros(()) if applied is average else average.sub_(applied)
 
     def applied(self) -> bool:
         """Whether the parameters are the common weights, and all sums 0. Synchronises a GPU."""
@@ -189,11 +187,13 @@ def _memory(parameter: Tensor) -> int:
     return local(parameter).untyped_storage().data_ptr()
 
 
-def usable_part(average: Tensor) -> Tensor:
-    """An average with 0 where it is not usable; itself if all of it is, which is asked on the CPU only: a GPU would be
-    synchronised."""
-    whole = average.is_cpu and all_usable(average)
-    return average if whole else average.masked_fill(~usable(average), 0.0)
+def parted(average: Tensor) -> tuple[Tensor, Tensor]:
+    """An average with 0 where it is not usable, and what is left of it: one 0 if all is usable, which is asked on the
+    CPU only, since a GPU would be synchronised. The average must not be used any more."""
+    if average.is_cpu and all_usable(average):
+        return average, average.new_zeros(())
+    finite = average.masked_fill(~usable(average), 0.0)
+    return finite, average.sub_(finite)
 
 
 def _are_rounded(weights: Sequence[Weight]) -> bool:

@@ -20,7 +20,7 @@ def average_weights(engine: Engine, common: CommonWeights, averaged: AveragedSte
     common.replace(whole)
     averages = {weight.name: mean for weight, mean in zip(common.weights, whole, strict=True)}
     for fragment, age in zip(turns.fragments, turns.ages, strict=True):
-        summed = [weight for weight in fragment.weights if weight.sums is not None and age]
-        averaged.step({weight.name: averages[weight.name] for weight in summed}, age)
-        for weight in summed:
-            common.progress(weight)
+        summed = {weight.name: weight.sums for weight in fragment.weights if weight.sums is not None and age}
+        averaged.step({name: averages[name] for name in summed}, age)
+        for sums in summed.values():
+            sums.zero_()

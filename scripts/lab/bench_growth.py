@@ -20,6 +20,7 @@ import multiprocessing
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,28 @@ def resident(what: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
 
 
+def new_gradients(layers: Iterable[torch.nn.Parameter], noise: torch.Tensor, step: int) -> None:
+    """Fills the gradients of layers with other parts of the noise in every step."""
+    for number, layer in enumerate(layers):
+        offset = (step * 10007 + number) * 2654435761 % SLACK
+        layer.grad.copy_(noise[offset : offset + layer.numel()].view(LAYER))
+
+
+def costs(rank: Any, entries: int, steps: int, before: int) -> dict[str, float]:
+    """Milliseconds of ``rank.step()``, and bytes of memory an entry, after ``before`` steps that are not counted."""
+    for _ in range(before):
+        rank.step()
+    resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now
+    seconds = [rank.step() for _ in range(steps)]
+    peak, held = resident("VmHWM"), resident("VmRSS")
+    return {
+        "ms": 1e3 * statistics.median(seconds),
+        "held_bytes_per_entry": (held - rank.before) / entries,
+        "peak_bytes_per_entry": (peak - rank.before) / entries,
+    }
+
+
 class Rank:
     """A network and its compressor."""
 
@@ -65,9 +88,7 @@ class Rank:
     def step(self) -> float:
         """The seconds of one step, without the mirror's."""
         self.steps += 1
-        for i, layer in enumerate(self.layers):
-            offset = (self.steps * 10007 + i) * 2654435761 % SLACK
-            layer.grad.copy_(self.noise[offset : offset + layer.numel()].view(LAYER))
+        new_gradients(self.layers, self.noise, self.steps)
         begin, idle = time.perf_counter(), self.mirror.seconds
         for payload, context in [self.compression.compress(layer.grad) for layer in reversed(self.layers)]:
             self.compression.decompress(payload, context)
@@ -80,20 +101,16 @@ def measure(method: str, millions: int, ranks: int, steps: int) -> dict[str, Any
     torch.manual_seed(0)
     Rank(method, 1, ranks).step()
     rank = Rank(method, millions, ranks)
-    for _ in range(3):
-        rank.step()
-    resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now
-    seconds = [rank.step() for _ in range(steps)]
-    peak, held, entries = resident("VmHWM"), resident("VmRSS"), millions * LAYER[0] * LAYER[1]
+    entries = millions * LAYER[0] * LAYER[1]
+    found = costs(rank, entries, steps, before=3)
+    ms = found.pop("ms")
     return {
         "method": method,
         "entries": entries,
         "ranks": ranks,
-        "ms": 1e3 * statistics.median(seconds),
-        "ns_per_entry": 1e9 * statistics.median(seconds) / entries,
-        "held_bytes_per_entry": (held - rank.before) / entries,
-        "peak_bytes_per_entry": (peak - rank.before) / entries,
+        "ms": ms,
+        "ns_per_entry": 1e6 * ms / entries,
+        **found,
     }
 
 

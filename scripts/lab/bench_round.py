@@ -14,7 +14,6 @@ one, beside weights and gradients: as of bench_growth.py, whose process they nee
 """
 
 import multiprocessing
-import statistics
 import sys
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 
 import table
 import torch
-from bench_growth import LAYER, SLACK, resident
+from bench_growth import LAYER, SLACK, costs, new_gradients, resident
 from experiment import metrics
 from experiment.comparison import texts
 from experiment.files import script_parser
@@ -103,9 +102,7 @@ class Rank:
     def move(self) -> None:
         """One step of the optimizer."""
         self.steps += 1
-        for number, layer in enumerate(self.layers):
-            offset = (self.steps * 10007 + number) * 2654435761 % SLACK
-            layer.grad.copy_(self.noise[offset : offset + layer.numel()].view(LAYER))
+        new_gradients(self.layers, self.noise, self.steps)
         self.optimizer.step()
 
     def step(self) -> float:
@@ -135,21 +132,14 @@ def measure(recipe: str, millions: int, ranks: int, steps: int) -> dict[str, Any
     torch.manual_seed(0)
     Rank(recipe, 1, ranks).step()
     rank = Rank(recipe, millions, ranks)
-    for _ in range(2):
-        rank.step()
-    resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now
-    seconds = [rank.step() for _ in range(steps)]
-    peak, held = resident("VmHWM"), resident("VmRSS")
+    found = costs(rank, rank.entries, steps, before=2)
     traffic = rank.traffic()
     return {
         "recipe": recipe,
         "entries": rank.entries,
         "ranks": ranks,
         "bytes_per_entry": sum(traffic.values()),
-        "ms": 1e3 * statistics.median(seconds),
-        "held_bytes_per_entry": (held - rank.before) / rank.entries,
-        "peak_bytes_per_entry": (peak - rank.before) / rank.entries,
+        **found,
         "operators": {name: moved for name, moved in traffic.items() if moved > 0.05},
     }
 
