@@ -373,19 +373,19 @@ def local_steps_beside_an_optimizer():
 
 @case
 def layouts_that_change():
-    """Followed, or an error on every rank."""
+    """Followed, or an error on every rank: those last, see test_horovod_scripts.py."""
 
     def data(p: nn.Parameter, value: Tensor) -> None:
         p.data = value
 
     changes: dict[str, tuple[Callable[[nn.Module], object], str | None]] = {
-        "transposed": (lambda m: data(m[0].weight, m[0].weight.data.t().contiguous().t()), "had strides (16, 1)"),
-        "with gaps": (lambda m: data(m[0].weight, m[0].weight.data.repeat(1, 2)[:, :16]), "had strides (16, 1)"),
-        "double": (lambda m: m.double(), "gradient is of dtype torch.float64"),
         "half": (lambda m: m.half(), None),
         "other memory": (lambda m: data(m[0].weight, m[0].weight.data.clone()), None),
         "another object": (lambda m: setattr(m, "2", nn.Linear(64, 32)), None),
         "frozen": (lambda m: m[0].requires_grad_(False), None),
+        "transposed": (lambda m: data(m[0].weight, m[0].weight.data.t().contiguous().t()), "had strides (16, 1)"),
+        "with gaps": (lambda m: data(m[0].weight, m[0].weight.data.repeat(1, 2)[:, :16]), "had strides (16, 1)"),
+        "double": (lambda m: m.double(), "gradient is of dtype torch.float64"),
     }
 
     for change, says in changes.values():
