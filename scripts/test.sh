@@ -7,19 +7,24 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-scripts=(docs/test_figures.py docs/test_site.py docs/test_stated.py emulation experiments lab test_cuda_build.py test_launch.py
-  test_torch_versions.py test_wheel.py torch_ddp)
-[[ ${1:-} != --scripts ]] || exec .venv/bin/python -m pytest "${@:2}" "${scripts[@]/#/tests/}"
+parts=(parallel faults "trainers examples peers" "methods codecs selection carriers guards engine"
+  "checkpoints hosts local operators" "")
+scripts=(emulation experiments "docs/test_figures.py docs/test_pages.py docs/test_site.py docs/test_stated.py"
+  "test_cuda_build.py test_launch.py test_torch_versions.py test_wheel.py torch_ddp" lab)
 linters() {
   .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy &&
     find csrc tests/emulation scripts/lab -regex '.*\.\(h\|cpp\|cu\)' -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
 }
-[[ -z $* || $* == --all ]] || { linters; exec .venv/bin/python -m pytest "$@"; }
+chosen=("${parts[@]}") first=linters files=()
+if [[ ${1:-} == --scripts ]]; then
+  shift
+  chosen=("${scripts[@]}") first=true files=($(printf 'tests/%s ' ${scripts[*]}))
+fi
+[[ -z $* || $* == --all ]] || { $first; exec .venv/bin/python -m pytest "$@" "${files[@]}"; }
 
 # Three jobs at a time, for two cores: ranks often wait for each other or for a timeout. The longest begin first, and
-# "tests" is what no other part has. Each prints when it has ended.
-parts=(parallel faults "trainers examples peers" "methods codecs selection carriers guards engine"
-  "checkpoints hosts local operators" "")
+# "tests" is what no other part has; the lab, whose networks and pauses are timed, is alone. Each prints when it has
+# ended.
 logs=$(mktemp -d) status=0
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
 part() { # PYTEST_ARGUMENTS...
@@ -28,12 +33,15 @@ part() { # PYTEST_ARGUMENTS...
   cat "$log"
   return $code
 }
-linters &
-for rooms in "${parts[@]}"; do
-  while (($(jobs -rp | wc -l) > 2)); do wait -n || status=$?; done
-  if [[ $rooms ]]; then chosen=($(printf 'tests/%s ' $rooms))
-  else chosen=(tests $(printf -- '--ignore=tests/%s ' "${scripts[@]}" ${parts[*]})); fi
-  part "$@" "${chosen[@]}" &
+wait_for_less_than() { # JOBS
+  while (($(jobs -rp | wc -l) >= $1)); do wait -n || status=$?; done
+}
+$first &
+for rooms in "${chosen[@]}"; do
+  wait_for_less_than "$([[ $rooms == lab ]] && echo 1 || echo 3)"
+  if [[ $rooms ]]; then files=($(printf 'tests/%s ' $rooms))
+  else files=(tests $(printf -- '--ignore=tests/%s ' ${scripts[*]} ${parts[*]})); fi
+  part "$@" "${files[@]}" &
 done
 while wait -n || { code=$?; ((code != 127)) && status=$code; }; do :; done
 exit $status

@@ -10,6 +10,7 @@ hanging case ends the job.
 
 import argparse
 import faulthandler
+import gc
 import importlib
 import os
 import sys
@@ -50,6 +51,8 @@ def main() -> None:
     assert len(cases) == sum(len(module.CASES) for module in modules), "two cases of one name"
     host.start()
     assert host.size() > 1
+    gc.collect()
+    gc.freeze()  # the compressor collects garbage where several live: it need not look at modules each time
     folder = Path(os.environ.get("HVD_COMPRESS_TEST_LOGS") or tempfile.mkdtemp())
     with open(folder / f"rank-{host.rank()}.log", "w") as log:
 
