@@ -112,11 +112,6 @@ class Round:
     def begin(self, number: int) -> bool:
         """Begins the next round, in call ``number`` of ``LocalSteps.step()``. Returns whether it has landed."""
         self.finish()
-        if self._applying:
-            raise RuntimeError(
-                "a round of local steps has failed while its averages were applied on this rank: load a checkpoint, or "
-                "the same weights on all ranks, and call local.take_weights() there"
-            )
         engine, turns, self._landed = self._engine, self._turns, False
         begins = self._peers is None or self._meet(self._peers)
         fragment, rounds, age = turns.next, turns.rounds, turns.age
@@ -158,6 +153,14 @@ class Round:
                     self.check()
                 self._engine.exchanges.take_turns()
         return False
+
+    def refuse_applied_in_part(self) -> None:
+        """Raises ``RuntimeError`` if a landing was interrupted, and no other weights were taken since."""
+        if self._applying:
+            raise RuntimeError(
+                "a round of local steps has failed while its averages were applied on this rank: load a checkpoint, or "
+                "the same weights on all ranks, and call local.take_weights() there"
+            )
 
     def check(self) -> None:
         """Waits for the ranks' rows. Raises ``RuntimeError``, on all, if calls differ or gradients are averages."""

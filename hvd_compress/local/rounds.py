@@ -147,6 +147,7 @@ class Rounds(Clock):
     def count(self) -> bool:
         """A local step was taken. Returns whether a round has ended."""
         self._begin()
+        self._round.refuse_applied_in_part()
         self._guards.call(self._exchanging, self.stepped)
         self._begun, self.stepped, self.moved = True, False, True
         self._applied.clear()
@@ -179,6 +180,7 @@ class Rounds(Clock):
         if self._peers is None:
             return
         self._begin()
+        self._round.refuse_applied_in_part()
         self._guards.loaded.look()
         self._guards.loaded.refuse()
         self._check()
@@ -198,6 +200,7 @@ class Rounds(Clock):
         """Averages all weights, and the buffers of ``model``. ``moved_only``: no weights if nobody has moved them since
         the last time. ``call``: what the user has called."""
         self._begin()
+        self._round.refuse_applied_in_part()
         self._guards.loaded.look()
         self._check()
         chosen = None
@@ -220,8 +223,8 @@ class Rounds(Clock):
             self._guards.loaded.refuse()
             engine.stats.begin_step()
             extra = int(self.moved or not (moved_only and self._guards.watches))
-            must_equal = self._averaged.digest(self._turns.ages) << AGES
-            rows = self._calls.compare(Row(call, must_equal, extra=extra))
+            age, number = (sum(self._turns.ages), self.schedule.number) if self._optimizers.averaged else (0, 0)
+            rows = self._calls.compare(Row(call, age + (self._averaged.digest() << AGES), number, extra))
             label, device = f"{engine.exchanges.label}.buffers", engine.parameters[0].device
             levels = [engine.collectives, *engine.method.shard_groups()]
             if chosen is not None:
@@ -352,6 +355,7 @@ class Rounds(Clock):
 
     def begin_saving(self) -> None:
         """Completes the messages of an exchange in flight, which is saved. One rank has the average of all."""
+        self._round.refuse_applied_in_part()
         if self._taken and not self._exchanging:
             self._common.take(self._common.ids)
         if not self._round.waits:

@@ -416,6 +416,22 @@ def test_settings_that_differ_between_ranks_are_an_error_on_all():
             world.run(call)
 
 
+@pytest.mark.parametrize("options", [EXACT, {**LOW_BIT, **IN_TURN}], ids=["at once", "in turn"])
+def test_finish_after_unequal_counts_of_calls_says_so_on_all(options):
+    """One step of the optimizer stands for as many calls as rank 0's sums are of."""
+    world, group = workers(2, **{**options, "period": 8})
+    world.run(lambda i: group[i].train(2 + i))
+    before = averaged(group[0])
+    for _ in range(2):
+        said = r"rank 0 in finish\(\) after step\(\) 2, rank 1 in finish\(\) after step\(\) 3: .*equally often"
+        with pytest.raises(RuntimeError, match=said):
+            world.run(lambda i: group[i].local.finish())
+    assert equal(before, averaged(group[0])) and equal(before, averaged(group[1]))
+    group[0].train(1, first=2)
+    world.run(lambda i: group[i].local.finish())
+    assert same(*group) and not equal(before, averaged(group[0]))
+
+
 def test_states_that_differ_at_the_beginning_are_an_error_on_all():
     world, group = workers(2, **ALL, optimizer=partial(torch.optim.AdamW, lr=0.01))
     dense = group[1].averaged[0]
