@@ -171,7 +171,7 @@ class CommonWeights:
         """The saved state. A rank's own weights are in the model, which the user saves."""
         sums: dict[str, Tree] = {w.name: TensorLeaf(w.sums) for w in self.weights if w.sums is not None}
         return {
-            **({"sums of gradients (call finish() before saving)": sums} if sums else {}),
+            **({"sums of gradients": sums} if sums else {}),
             "made_with": {"unsent": Fixed(self._unsent), "outer momentum": Fixed(bool(self._momentum))},
             "common": {w.name: TensorLeaf(w.common) for w in self.weights},
             "velocity": {w.name: TensorLeaf(w.velocity) for w in self.weights if w.velocity is not None},

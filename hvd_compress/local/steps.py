@@ -168,7 +168,8 @@ class LocalSteps:
         several optimizers, once, after all of them. All ranks must call it equally often: the others wait.
 
         Every ``period / fragments``-th call begins an exchange, which ends in the same call or ``delay`` calls later.
-        Returns whether one has ended in this call.
+        Returns whether one has ended in this call. Without a ``delay`` the parameters hold differences, and then
+        averages, until it has: in a signal handler, save nothing, but set a flag that the loop reads after this call.
         """
         return self._rounds.count()
 
