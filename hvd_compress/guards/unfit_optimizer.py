@@ -35,6 +35,11 @@ END = (
 )
 
 
+#: Optimizers of torch whose states are no moving averages, or follow schedules of their own; or that take closures or
+#: sparse gradients only.
+_ONE_BY_ONE = {"ASGD", "Adadelta", "Adafactor", "Adagrad", "LBFGS", "NAdam", "RAdam", "Rprop", "SparseAdam"}
+
+
 def check_kind(optimizer: Any, given: Any) -> None:
     """Raises ``TypeError`` for what is no optimizer, and ``ValueError`` for torchft's and Horovod's. ``given``: by the
     user, with wrappers."""
@@ -54,10 +59,18 @@ def check_kind(optimizer: Any, given: Any) -> None:
 
 def check_averaged(optimizer: Optimizer) -> list[Optimizer]:
     """Returns an optimizer on averaged gradients, or those in a container of several. Raises ``ValueError`` for one
-    that has another one and a state of its own (SAM, Lookahead)."""
+    that has another one and a state of its own (SAM, Lookahead), and for one whose step cannot stand for several."""
     parts = inside(optimizer)
     if optimizer in parts and len(parts) > 1:
         raise ValueError(f"on_averaged_gradients takes plain optimizers; {type(optimizer).__name__} has another inside")
+    for part in parts:
+        normalized = any(group.get("momentum") and "centered" in group for group in part.param_groups)
+        if normalized or not _ONE_BY_ONE.isdisjoint(c.__name__ for c in type(part).__mro__):
+            raise ValueError(
+                f"one step of {type(part).__name__}{' with momentum' if normalized else ''} cannot stand for those of "
+                "a period: with on_averaged_gradients take SGD, RMSprop without momentum, Adam, AdamW, Adamax or Muon; "
+                "or let it take local steps"
+            )
     return parts
 
 

@@ -3,11 +3,12 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -48,11 +49,14 @@ class AveragedSteps:
     def before_step(self, optimizer: Optimizer, begun: bool) -> None:
         """The user's step of an optimizer begins. Its own hooks come first, which may clip. A step that only creates
         a state is left alone (:meth:`~hvd_compress.engine.optimizers.Optimizers.applies_gradients`)."""
+        own = [weight.parameter for weight in self._weights.get(optimizer, ())]
+        if any(p in self._withheld for p in own) and all(p.grad is None for p in own):
+            return  # super().step() of one whose gradients are withheld already
         self.after_step()
-        if optimizer not in self._weights:
+        if not own:
             return
         if not optimizer.state and not (begun and any(group.get("lr") for group in optimizer.param_groups)):
-            grads = [grad for weight in self._weights[optimizer] if (grad := weight.parameter.grad) is not None]
+            grads = [p.grad for p in own if p.grad is not None]
             if grads and not any(bool(local(grad).any()) for grad in grads):
                 return
         self._hook = optimizer.register_step_pre_hook(self._take)
@@ -104,7 +108,8 @@ class AveragedSteps:
                 with _for_several(optimizer, gradients, calls):
                     _give(parameters, gradients)
                     if weights:
-                        optimizer.step()
+                        # Hooks have seen the gradients of each call: they would clip again, or count twice.
+                        unwrap(type(optimizer).step, stop=lambda step: not hasattr(step, "hooked"))(optimizer)
             finally:
                 _give(parameters, before)
                 self.stepping = False
@@ -151,26 +156,28 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
     """A context in which one step of an optimizer stands for H = ``calls`` by equal gradients g, which it scales::
 
         lr = H lr;   momentum, betas, RMSprop's alpha = these to the power H;   steps so far = steps so far / H
-        g, SGD's weight_decay = 1 + momentum + ... + momentum**(H - 1) times these
+        g = (1 + m + ... + m**(H - 1)) g for a momentum m with dampening, which sums; SGD's weight_decay, too
 
-    Other settings are as they are: most decays of weights are factors of the learning rate.
+    Moments and counts become those of H steps (first steps of SGD with dampening: nearly), and the weight moves by H
+    times the last of these. Other settings are as they are: most decays of weights are factors of the learning rate.
     """
     settings = [dict(group) for group in optimizer.param_groups]
     counts = {p: state["step"] for p in gradients if "step" in (state := optimizer.state.get(p, {}))}
     try:
         for group in optimizer.param_groups:
-            factor = sum((group.get("momentum") or 0.0) ** number for number in range(calls))
+            summing = group.get("momentum") if "dampening" in group else None
+            factor = sum((summing or 0.0) ** number for number in range(calls))
             for p in filter(gradients.__contains__, group["params"] if factor != 1.0 else ()):
                 gradients[p].mul_(factor)
             powers = ("momentum", "betas", *(["alpha"] if "centered" in group else []))
             new = {key: _power(group[key], calls) for key in powers if group.get(key)}
-            scaled = {"lr": calls, **({"weight_decay": factor} if "dampening" in group else {})}
+            scaled = {"lr": calls, **({"weight_decay": factor} if isinstance(optimizer, SGD) else {})}
             group.update(new | {key: group[key] * by for key, by in scaled.items() if key in group})
         for p, steps in counts.items():
             optimizer.state[p]["step"] = steps // calls if isinstance(steps, int) else steps / calls
         yield
-        stepped = {p: optimizer.state[p]["step"] * calls for p in gradients if "step" in optimizer.state.get(p, {})}
-        counts = stepped | {p: steps + calls for p, steps in counts.items() if isinstance(steps, int)}
+        first = {p: optimizer.state[p]["step"] * calls for p in gradients if "step" in optimizer.state.get(p, {})}
+        counts = first | {p: steps + calls for p, steps in counts.items()}
     finally:
         for p, steps in counts.items():
             optimizer.state[p]["step"] = steps
