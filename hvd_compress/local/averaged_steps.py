@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from inspect import unwrap
 from typing import Any
 
@@ -29,9 +30,12 @@ class AveragedSteps:
         optimizers: without wrappers.
         weights: all of the training.
         warn: called with a warning.
+        peers: whether ranks come and go: each may be at another place of a schedule of learning rates.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], weights: Sequence[Weight], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], weights: Sequence[Weight], warn: Callable[[str], None], peers: bool
+    ) -> None:
         ids = {optimizer: parameters_of([optimizer]) for optimizer in optimizers}
         self._weights = {one: [w for w in weights if id(w.parameter) in held] for one, held in ids.items()}
         #: Whether a step is in progress that moves the weights.
@@ -40,6 +44,7 @@ class AveragedSteps:
         self._withheld: dict[Tensor, Tensor] = {}
         # Optimizers that the user has stepped since the last round, or may have.
         self._called, self._warn = set(optimizers), warn
+        self._own = {"params", "lr"} if peers else {"params"}
 
     def restart(self) -> None:
         """Other ranks, or another state."""
@@ -88,10 +93,19 @@ class AveragedSteps:
         _give([p for p in self._withheld if p.grad is None], self._withheld)
         self._withheld.clear()
 
-    def step(self, averages: Mapping[str, Tensor], calls: int) -> None:
+    def step(self, averages: Mapping[str, Tensor], calls: int, rates: Tensor | None = None) -> None:
         """Moves weights and states by the averages of sums of ``calls``, by name. Where an average is not finite, the
-        optimizer gets 0, and the parameter becomes NaN or infinite."""
+        optimizer gets 0, and the parameter becomes NaN or infinite. ``rates``: the mean of the ranks' :meth:`rates`;
+        without a call, the averages, of residuals, are summed again."""
         self.after_step()
+        mean, *each = [float(calls)] if rates is None else rates.tolist()
+        if not mean:
+            for weight in (w for held in self._weights.values() for w in held if w.name in averages):
+                if weight.sums is not None:
+                    with weight.order:
+                        weight.sums.add_(averages[weight.name])
+            return
+        calls, given = max(1, round(mean)), iter(each)
         for optimizer, held in self._weights.items():
             gradients, left = dict[Tensor, Tensor](), list[Tensor]()
             weights = [weight for weight in held if weight.name in averages and weight.parameter.requires_grad]
@@ -100,12 +114,14 @@ class AveragedSteps:
                 with weight.order:
                     finite, unusable = parted(averages[weight.name])
                     weight.own.copy_(weight.common)
-                    local(gradient).copy_(finite / calls)
+                    local(gradient).copy_(finite / mean)
                     left.append(unusable)
             parameters = [p for group in optimizer.param_groups for p in group["params"]] if weights else []
             before, self.stepping = {p: p.grad for p in parameters}, True
             try:
                 with _for_several(optimizer, gradients, calls):
+                    for group, rate in zip(optimizer.param_groups, given, strict=False):
+                        group["lr"] = rate
                     _give(parameters, gradients)
                     if weights:
                         # Hooks have seen the gradients of each call: they would clip again, or count twice.
@@ -118,9 +134,24 @@ class AveragedSteps:
                     weight.common.copy_(weight.own)
                     weight.own.add_(unusable)
 
-    def begin(self) -> int:
-        """A round begins. Returns :meth:`digest`."""
-        for optimizer in self._weights.keys() - self._called:
+    def rates(self, calls: int) -> Tensor:
+        """The calls, and the sum over these of each group's learning rate, float64: what peers average, of which not
+        all have taken as many."""
+        each = [float(group.get("lr", 0.0)) for optimizer in self._weights for group in optimizer.param_groups]
+        return torch.tensor([1.0, *each], dtype=torch.float64) * calls
+
+    def states(self) -> list[Any]:
+        """Copies of what :meth:`take_states` needs on another rank."""
+        return [deepcopy(optimizer.state_dict()) for optimizer in self._weights]
+
+    def take_states(self, states: list[Any]) -> None:
+        """Makes the optimizers' states and settings those of another rank."""
+        for optimizer, state in zip(self._weights, states, strict=True):
+            optimizer.load_state_dict(deepcopy(state))  # which keeps the tensors that it gets
+
+    def begin(self, calls: int) -> int:
+        """A round begins, of so many calls. Returns :meth:`digest`."""
+        for optimizer in self._weights.keys() - self._called if calls else ():
             self._warn(
                 f"{type(optimizer).__name__}.step() was not called since the last exchange: with "
                 "on_averaged_gradients, too, it belongs in each iteration, where it takes the gradients (unless a "
@@ -133,7 +164,7 @@ class AveragedSteps:
         """32 bits of the settings of the groups and of ``facts``, which must be the same on all ranks; 0 if there are
         no optimizers. Synchronises a GPU if settings are on it."""
         groups = [group for optimizer in self._weights for group in optimizer.param_groups]
-        values = [value for group in groups for name, value in group.items() if name != "params"]
+        values = [value for group in groups for name, value in group.items() if name not in self._own]
         plain = [value.tolist() if isinstance(value, Tensor) else value for value in values]
         settings = [value for value in plain if isinstance(value, int | float | tuple | list)]
         return zlib.crc32(repr((facts, settings)).encode()) if self._weights else 0

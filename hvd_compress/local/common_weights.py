@@ -76,6 +76,8 @@ class CommonWeights:
             shares = memories[_memory(p)] > 1
             self.weights.append(Weight(number, name, p, place, common, velocity, sums, shares))
         self.ids = {id(weight.parameter) for weight in self.weights}
+        #: Those with sums.
+        self.summed = [weight for weight in self.weights if weight.sums is not None]
 
     def take(self, ids: Set[int], unless_rounded: bool = False) -> None:
         """Makes the parameters with these ids the common weights. They must be the same on all ranks.
@@ -84,8 +86,7 @@ class CommonWeights:
         rounding errors only, as after SAM, which adds a step and subtracts it. Synchronises a GPU.
         """
         weights = [weight for weight in self.weights if id(weight.parameter) in ids]
-        for sums in (weight.sums for weight in weights if weight.sums is not None):
-            sums.zero_()
+        self.clear_sums(ids)
         if unless_rounded and _are_rounded(weights):
             return
         for weight in weights:
@@ -93,6 +94,12 @@ class CommonWeights:
             if weight.velocity is not None:
                 weight.velocity.zero_()
         self._clear_unsent()
+
+    def clear_sums(self, ids: Set[int] | None = None) -> None:
+        """Drops the gradients since the last exchange, of the parameters with these ids, or of all."""
+        for weight in self.weights:
+            if weight.sums is not None and (ids is None or id(weight.parameter) in ids):
+                weight.sums.zero_()
 
     def replace(self, average: Iterable[Tensor]) -> None:
         """Makes the average of all ranks' weights the common weights, where it is usable, and the parameters; not of
@@ -110,6 +117,7 @@ class CommonWeights:
             with weight.order:
                 weight.own.copy_(weight.common)
         if weights is None:
+            self.clear_sums()
             self._clear_unsent()
 
     def stand_in(self, weights: Iterable[Weight], ends: bool = False) -> None:

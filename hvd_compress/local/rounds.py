@@ -95,7 +95,8 @@ class Rounds(Clock):
         self._common = CommonWeights(engine, settings.unsent, settings.outer_lr, settings.outer_momentum, summed)
         check_parameters(self._optimizers.all, self._common.ids)
         weights = self._common.weights
-        self._averaged = AveragedSteps(self._optimizers.averaged, weights, engine.warn)
+        comes_and_goes = isinstance(engine.collectives, Membership)
+        self._averaged = AveragedSteps(self._optimizers.averaged, weights, engine.warn, comes_and_goes)
         self.schedule = Schedule(period, settings.fragments, settings.delay)
         self._turns = Turns(engine, weights, settings.fragments)
         # The mean of all weights keeps what was replaced on all ranks, and nothing else is added.
@@ -106,12 +107,9 @@ class Rounds(Clock):
         self._guards = LocalGuards(engine, named, model, self._optimizers.all, watches and not exact)
         members, self._peers = engine.collectives, None
         if isinstance(members, Membership):
-            if summed:
-                raise ValueError(
-                    "with a torchft.Manager, peers that come back do not get the optimizers' states, which must be the "
-                    "same on all ranks with on_averaged_gradients: let these optimizers take local steps"
-                )
-            self._peers = Peers(engine, members, self._common, self.schedule.state())
+            if summed and members.group_size > 1:
+                raise ValueError("on_averaged_gradients does not go with torchft replica groups of several ranks")
+            self._peers = Peers(engine, members, self._common, self._averaged, self.schedule.state())
         self._round = Round(
             engine,
             self._common,
