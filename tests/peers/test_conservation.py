@@ -103,6 +103,9 @@ class Averaged(Peer):
             if id(p) in self.held:
                 made -= 0.1 * p.grad.double()
 
+    def summed(self):
+        return [w for w in self._all() if w.sums is not None]
+
     def kept(self):
         kept = super().kept()
         for number, w in enumerate(self._all()):
@@ -200,15 +203,16 @@ def test_ranks_that_come_and_go_have_no_place_in_a_checkpoint_of_all():
 
 @pytest.mark.parametrize("kind", ["quantized", "topk", "dense"])
 @pytest.mark.parametrize("place", [1, None], ids=["in the exchange", "in the vote"])
-def test_a_peer_dies_and_another_joins(kind, place):
+@pytest.mark.parametrize("make", [Peer, Averaged])
+def test_a_peer_dies_and_another_joins(kind, place, make):
     """What the dead one had not sent is lost, and nothing else; the new one has the weights of the others."""
-    lighthouse, peers = begin(kind)
+    lighthouse, peers = begin(kind, peer=make)
     dying = list(peers)[1]
     dying.faults = {3: ("dies", place)}
     stay = lighthouse.run(list(peers), lambda member: peers[member].train_until(6))
     assert [member.name for member in stay] == [0, 2] and all(member.size == 2 for member in stay)
     peers[dying].take_back()
-    new = Peer(lighthouse, 3, KINDS[kind], model=mixed_model(seed=5))
+    new = make(lighthouse, 3, KINDS[kind], model=mixed_model(seed=5))
     peers[new.member] = new
 
     def body(member):
@@ -225,9 +229,10 @@ def test_a_peer_dies_and_another_joins(kind, place):
     assert new.member.size == 3
 
 
-def test_a_peer_that_missed_rounds_keeps_its_own_progress():
+@pytest.mark.parametrize("make", [Peer, Averaged])
+def test_a_peer_that_missed_rounds_keeps_its_own_progress(make):
     """It stood still while the others went on."""
-    lighthouse, peers = begin("quantized")
+    lighthouse, peers = begin("quantized", peer=make)
     slow = peers[next(iter(peers))]
     others = [member for member in peers if member is not slow.member]
     lighthouse.run(list(peers), lambda member: peers[member].train_until(3))
@@ -376,3 +381,25 @@ def test_a_state_in_flight_is_loaded_by_another_peer():
     other.resume(saved)
     assert all(torch.equal(a, b) for a, b in zip(peer.common(), other.common(), strict=True))
     again.run(list(fresh), lambda member: other.train_until(6))
+
+
+def test_a_peer_that_joins_has_the_weights_of_the_others_and_no_gradients_of_its_own():
+    """Also if the Manager heals nothing but the compressor, and before each fragment has had its turn."""
+    options = dict(make=partial(torch.optim.AdamW, lr=0.01), period=4, fragments=2)
+    lighthouse, peers = begin("quantized", count=2, peer=Averaged, **options)
+    lighthouse.run(list(peers), lambda member: peers[member].train_until(6))
+    new = Averaged(lighthouse, 3, KINDS["quantized"], model=mixed_model(seed=5), **options)
+    new.member.load_user = lambda state: None
+    peers[new.member] = new
+    new.local_step(0)
+    assert any(w.sums.any() for w in new.summed())
+
+    def body(member):
+        if member is new.member:
+            new.join()
+            for w in new.summed():
+                assert torch.equal(w.own, w.common) and not w.sums.any(), w.name
+        peers[member].train_until(9)
+
+    lighthouse.run(list(peers), body)
+    check_same(list(peers.values()))
