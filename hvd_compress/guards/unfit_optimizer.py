@@ -35,11 +35,6 @@ END = (
 )
 
 
-#: Optimizers of torch whose states are no moving averages, or follow schedules of their own; or that take closures or
-#: sparse gradients only.
-_ONE_BY_ONE = {"ASGD", "Adadelta", "Adafactor", "Adagrad", "LBFGS", "NAdam", "RAdam", "Rprop", "SparseAdam"}
-
-
 def check_kind(optimizer: Any, given: Any) -> None:
     """Raises ``TypeError`` for what is no optimizer, and ``ValueError`` for torchft's and Horovod's. ``given``: by the
     user, with wrappers."""
@@ -63,13 +58,14 @@ def check_averaged(optimizer: Optimizer) -> list[Optimizer]:
     parts = inside(optimizer)
     if optimizer in parts and len(parts) > 1:
         raise ValueError(f"on_averaged_gradients takes plain optimizers; {type(optimizer).__name__} has another inside")
+    # Their states are no moving averages, or their own schedules; they take closures, or sparse gradients only.
+    unfit = {"ASGD", "Adadelta", "Adafactor", "Adagrad", "LBFGS", "NAdam", "RAdam", "Rprop", "SparseAdam"}
     for part in parts:
-        normalized = any(group.get("momentum") and "centered" in group for group in part.param_groups)
-        if normalized or not _ONE_BY_ONE.isdisjoint(c.__name__ for c in type(part).__mro__):
+        sums_quotients = any(group.get("momentum") and "centered" in group for group in part.param_groups)
+        if sums_quotients or not unfit.isdisjoint(c.__name__ for c in type(part).__mro__):
             raise ValueError(
-                f"one step of {type(part).__name__}{' with momentum' if normalized else ''} cannot stand for those of "
-                "a period: with on_averaged_gradients take SGD, RMSprop without momentum, Adam, AdamW, Adamax or Muon; "
-                "or let it take local steps"
+                f"on_averaged_gradients: one step of {type(part).__name__} cannot stand for several; take SGD, RMSprop "
+                "without momentum, Adam, AdamW, Adamax or Muon, or let it take local steps"
             )
     return parts
 

@@ -1,9 +1,8 @@
 """Optimizers that step on averaged gradients: once a round, alike on all ranks, in place of local steps."""
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from inspect import unwrap
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..engine.agreement import hash_of
+from ..engine.engine import Engine
+from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.optimizers import parameters_of
 from ..engine.shards import local
@@ -29,13 +30,10 @@ class AveragedSteps:
     Args:
         optimizers: without wrappers.
         weights: all of the training.
-        warn: called with a warning.
-        peers: whether ranks come and go: each may be at another place of a schedule of learning rates.
+        engine: of the compressor.
     """
 
-    def __init__(
-        self, optimizers: Sequence[Optimizer], weights: Sequence[Weight], warn: Callable[[str], None], peers: bool
-    ) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], weights: Sequence[Weight], engine: Engine) -> None:
         ids = {optimizer: parameters_of([optimizer]) for optimizer in optimizers}
         self._weights = {one: [w for w in weights if id(w.parameter) in held] for one, held in ids.items()}
         #: Whether a step is in progress that moves the weights.
@@ -43,8 +41,9 @@ class AveragedSteps:
         self._hook: RemovableHandle | None = None
         self._withheld: dict[Tensor, Tensor] = {}
         # Optimizers that the user has stepped since the last round, or may have.
-        self._called, self._warn = set(optimizers), warn
-        self._own = {"params", "lr"} if peers else {"params"}
+        self._called, self._engine = set(optimizers), engine
+        # Peers that come and go are at other places of a schedule.
+        self._own = {"params", "lr"} if isinstance(engine.collectives, Membership) else {"params"}
 
     def restart(self) -> None:
         """Other ranks, or another state."""
@@ -93,20 +92,14 @@ class AveragedSteps:
         _give([p for p in self._withheld if p.grad is None], self._withheld)
         self._withheld.clear()
 
-    def step(self, averages: Mapping[str, Tensor], calls: int, rates: Tensor | None = None) -> None:
+    def step(self, averages: Mapping[str, Tensor], calls: int, rates: Tensor | None = None) -> bool:
         """Moves weights and states by the averages of sums of ``calls``, by name. Where an average is not finite, the
-        optimizer gets 0, and the parameter becomes NaN or infinite. ``rates``: the mean of the ranks' :meth:`rates`;
-        without a call, the averages, of residuals, are summed again."""
+        optimizer gets 0, and the parameter becomes NaN or infinite. ``rates``: the mean of the ranks' :meth:`rates`.
+        Returns whether there was a call; without one, averages are of residuals."""
         self.after_step()
         mean, *each = [float(calls)] if rates is None else rates.tolist()
-        if not mean:
-            for weight in (w for held in self._weights.values() for w in held if w.name in averages):
-                if weight.sums is not None:
-                    with weight.order:
-                        weight.sums.add_(averages[weight.name])
-            return
         calls, given = max(1, round(mean)), iter(each)
-        for optimizer, held in self._weights.items():
+        for optimizer, held in self._weights.items() if mean else ():
             gradients, left = dict[Tensor, Tensor](), list[Tensor]()
             weights = [weight for weight in held if weight.name in averages and weight.parameter.requires_grad]
             for weight in weights:
@@ -133,26 +126,18 @@ class AveragedSteps:
                 with weight.order:
                     weight.common.copy_(weight.own)
                     weight.own.add_(unusable)
+        return bool(mean)
 
     def rates(self, calls: int) -> Tensor:
         """The calls, and the sum over these of each group's learning rate, float64: what peers average, of which not
         all have taken as many."""
         each = [float(group.get("lr", 0.0)) for optimizer in self._weights for group in optimizer.param_groups]
-        return torch.tensor([1.0, *each], dtype=torch.float64) * calls
-
-    def states(self) -> list[Any]:
-        """Copies of what :meth:`take_states` needs on another rank."""
-        return [deepcopy(optimizer.state_dict()) for optimizer in self._weights]
-
-    def take_states(self, states: list[Any]) -> None:
-        """Makes the optimizers' states and settings those of another rank."""
-        for optimizer, state in zip(self._weights, states, strict=True):
-            optimizer.load_state_dict(deepcopy(state))  # which keeps the tensors that it gets
+        return torch.tensor([1.0, *each], dtype=torch.float64, device=self._engine.parameters[0].device) * calls
 
     def begin(self, calls: int) -> int:
         """A round begins, of so many calls. Returns :meth:`digest`."""
         for optimizer in self._weights.keys() - self._called if calls else ():
-            self._warn(
+            self._engine.warn(
                 f"{type(optimizer).__name__}.step() was not called since the last exchange: with "
                 "on_averaged_gradients, too, it belongs in each iteration, where it takes the gradients (unless a "
                 "GradScaler skips it)"
@@ -163,8 +148,9 @@ class AveragedSteps:
     def digest(self, *facts: object) -> int:
         """32 bits of the settings of the groups and of ``facts``, which must be the same on all ranks; 0 if there are
         no optimizers. Synchronises a GPU if settings are on it."""
-        groups = [group for optimizer in self._weights for group in optimizer.param_groups]
-        values = [value for group in groups for name, value in group.items() if name not in self._own]
+        values = [
+            v for one in self._weights for group in one.param_groups for k, v in group.items() if k not in self._own
+        ]
         plain = [value.tolist() if isinstance(value, Tensor) else value for value in values]
         settings = [value for value in plain if isinstance(value, int | float | tuple | list)]
         return zlib.crc32(repr((facts, settings)).encode()) if self._weights else 0
@@ -201,7 +187,8 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
             for p in filter(gradients.__contains__, group["params"] if factor != 1.0 else ()):
                 gradients[p].mul_(factor)
             powers = ("momentum", "betas", *(["alpha"] if "centered" in group else []))
-            new = {key: _power(group[key], calls) for key in powers if group.get(key)}
+            found = {key: value for key in powers if (value := group.get(key))}
+            new = {k: tuple(b**calls for b in v) if isinstance(v, tuple | list) else v**calls for k, v in found.items()}
             scaled = {"lr": calls, **({"weight_decay": factor} if isinstance(optimizer, SGD) else {})}
             group.update(new | {key: group[key] * by for key, by in scaled.items() if key in group})
         for p, steps in counts.items():
@@ -214,7 +201,3 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
             optimizer.state[p]["step"] = steps
         for group, before in zip(optimizer.param_groups, settings, strict=True):
             group.update(before)
-
-
-def _power(setting: Any, calls: int) -> Any:
-    return tuple(beta**calls for beta in setting) if isinstance(setting, tuple | list) else setting**calls

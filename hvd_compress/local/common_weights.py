@@ -86,7 +86,8 @@ class CommonWeights:
         rounding errors only, as after SAM, which adds a step and subtracts it. Synchronises a GPU.
         """
         weights = [weight for weight in self.weights if id(weight.parameter) in ids]
-        self.clear_sums(ids)
+        for sums in (weight.sums for weight in weights if weight.sums is not None):
+            sums.zero_()
         if unless_rounded and _are_rounded(weights):
             return
         for weight in weights:
@@ -94,12 +95,6 @@ class CommonWeights:
             if weight.velocity is not None:
                 weight.velocity.zero_()
         self._clear_unsent()
-
-    def clear_sums(self, ids: Set[int] | None = None) -> None:
-        """Drops the gradients since the last exchange, of the parameters with these ids, or of all."""
-        for weight in self.weights:
-            if weight.sums is not None and (ids is None or id(weight.parameter) in ids):
-                weight.sums.zero_()
 
     def replace(self, average: Iterable[Tensor]) -> None:
         """Makes the average of all ranks' weights the common weights, where it is usable, and the parameters; not of
@@ -112,12 +107,13 @@ class CommonWeights:
         self._clear_unsent()
 
     def write_common(self, weights: Iterable[Weight] | None = None) -> None:
-        """Makes the parameters, or those of some weights, the common weights."""
+        """Makes the parameters, or those of some weights, the common weights. Of all, sums begin with 0."""
         for weight in self.weights if weights is None else weights:
             with weight.order:
                 weight.own.copy_(weight.common)
         if weights is None:
-            self.clear_sums()
+            for sums in (weight.sums for weight in self.weights if weight.sums is not None):
+                sums.zero_()
             self._clear_unsent()
 
     def stand_in(self, weights: Iterable[Weight], ends: bool = False) -> None:

@@ -5,12 +5,14 @@ committed it. The next quorum tells. Either the round is taken back, or this ran
 payload was applied (:class:`hvd_compress.local.round.Round`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+from torch.optim import Optimizer
 
 from ..engine.engine import Engine
 from ..engine.membership import Membership, NoQuorum, PeerLost
 from ..engine.state import Saved, TensorLeaf, Tree, check, load, save
-from .averaged_steps import AveragedSteps
 from .common_weights import CommonWeights
 
 Attempt = tuple[int, int]
@@ -27,15 +29,15 @@ class Peers:
 
     Args:
         members: the ranks.
-        averaged: the optimizers on averaged gradients.
+        optimizers: those on averaged gradients.
         steps: describes the number of local steps.
     """
 
     def __init__(
-        self, engine: Engine, members: Membership, common: CommonWeights, averaged: AveragedSteps, steps: Tree
+        self, engine: Engine, members: Membership, common: CommonWeights, optimizers: Sequence[Optimizer], steps: Tree
     ) -> None:
         self._engine, self._members, self._common, self._steps = engine, members, common, steps
-        self._averaged = averaged
+        self._optimizers = optimizers
         #: Whether this rank has ended a round with the others, so that its progress is relative to their weights; and
         #: whether the last quorum has healed it.
         self.joined, self.healed, self._changed = False, False, False
@@ -98,14 +100,15 @@ class Peers:
             self._engine.warn(f"{what}{row}, and the next one exchanges its progress: {error}")
 
     def _save(self) -> Saved:
-        optimizers = self._averaged.states()
+        optimizers = [deepcopy(optimizer.state_dict()) for optimizer in self._optimizers]
         return {"state": save(self._shared()), "committed": list(self._committed), "optimizers": optimizers}
 
     def _load(self, state: Saved) -> None:
         self._before_healing()
         check(self._shared(), state["state"])
         load(self._shared(), state["state"])
-        self._averaged.take_states(state["optimizers"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(deepcopy(saved))  # which keeps the tensors that it gets
         self._committed = list(state["committed"])
         self.healed = True
 

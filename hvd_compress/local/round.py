@@ -188,7 +188,7 @@ class Round:
             engine.arrive(weight.number, progress)
         count_gradients(engine, fragment, sent.age - 1)  # arrive() has counted one
         if self._peers is not None and self._common.summed:
-            rates = self._rates["mean"] = self._averaged.rates(sent.age).to(engine.parameters[0].device)
+            rates = self._rates["mean"] = self._averaged.rates(sent.age)
             engine.dense.arrive(None, rates, rates)
         if squares:
             self._squares = torch.stack(squares[::-1])
@@ -226,8 +226,8 @@ class Round:
             weights = [weight for weight in self._common.weights if weight.name in averages]
             moved = [weight for weight in weights if weight.sums is None]
             self._common.move(moved, averages)
-            self._averaged.step(averages, self._age, self._rates.get("mean"))
-            self._write(moved, averages)
+            stepped = self._averaged.step(averages, self._age, self._rates.get("mean"))
+            self._write(moved if stepped else weights, averages)
             if self._decay != 1.0:
                 scale_residuals({w.place.work for w in weights if w.place is not None}, self._decay)
             self._landed, self._applying = True, False
@@ -305,18 +305,17 @@ class Round:
             self._hold()
             own, self._held = self._held, {}
             self._doubt = None
-            self._common.write_common(self._common.summed)
             if doubt is not None and peers.was_committed(doubt.attempt):
                 self._turns.counted(doubt.fragment, doubt.age)
             elif doubt is not None:
                 undo(doubt.fragment.works)
                 own |= {name: own.get(name, 0.0) + uncompressed for name, uncompressed in self._progress.items()}
             self._progress.clear()
-            if peers.healed and not peers.joined:  # relative to weights of its own
+            if fresh := peers.healed and not peers.joined:  # relative to weights of its own
                 self._turns.restart()
                 scale_residuals(self._engine.works, 0.0)
-                self._common.clear_sums()
                 own.clear()
+            self._common.write_common(None if fresh else self._common.summed)
             self._write(self._common.weights, own)
         if begins:
             peers.enter()
@@ -350,9 +349,8 @@ class Round:
         each, ws = {"averages": self._averages, "before": self._before}, self._common.weights
         found: dict[str, Tree] = {k: {w.name: OptionalTensor(t, w.name, w.common) for w in ws} for k, t in each.items()}
         if self._common.summed:
-            found["of"] = {"calls": Entry(vars(self), "_age", int, 0)}
-            if self._peers is not None:
-                found["rates"] = OptionalTensor(self._rates, "mean", self._averaged.rates(0))
+            rates = OptionalTensor(self._rates, "mean", self._averaged.rates(0))
+            found["of"] = {"calls": Entry(vars(self), "_age", int, 0), "rates": rates}
         return {"calls left": Entry(vars(self), "_left", int, 0, self._delay), **found}
 
     @contextmanager

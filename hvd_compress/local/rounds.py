@@ -95,8 +95,7 @@ class Rounds(Clock):
         self._common = CommonWeights(engine, settings.unsent, settings.outer_lr, settings.outer_momentum, summed)
         check_parameters(self._optimizers.all, self._common.ids)
         weights = self._common.weights
-        comes_and_goes = isinstance(engine.collectives, Membership)
-        self._averaged = AveragedSteps(self._optimizers.averaged, weights, engine.warn, comes_and_goes)
+        self._averaged = AveragedSteps(self._optimizers.averaged, weights, engine)
         self.schedule = Schedule(period, settings.fragments, settings.delay)
         self._turns = Turns(engine, weights, settings.fragments)
         # The mean of all weights keeps what was replaced on all ranks, and nothing else is added.
@@ -109,7 +108,7 @@ class Rounds(Clock):
         if isinstance(members, Membership):
             if summed and members.group_size > 1:
                 raise ValueError("on_averaged_gradients does not go with torchft replica groups of several ranks")
-            self._peers = Peers(engine, members, self._common, self._averaged, self.schedule.state())
+            self._peers = Peers(engine, members, self._common, self._optimizers.averaged, self.schedule.state())
         self._round = Round(
             engine,
             self._common,
