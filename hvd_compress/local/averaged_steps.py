@@ -129,8 +129,8 @@ class AveragedSteps:
         return bool(mean)
 
     def rates(self, calls: int) -> Tensor:
-        """The calls, and the sum over these of each group's learning rate, float64: what peers average, of which not
-        all have taken as many."""
+        """The calls, and each group's learning rate times these, float64: peers, of which not all have taken as many,
+        average them."""
         each = [float(group.get("lr", 0.0)) for optimizer in self._weights for group in optimizer.param_groups]
         return torch.tensor([1.0, *each], dtype=torch.float64, device=self._engine.parameters[0].device) * calls
 
