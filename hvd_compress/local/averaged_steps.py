@@ -43,7 +43,7 @@ class AveragedSteps:
         # Optimizers that the user has stepped since the last round, or may have.
         self._called, self._engine = set(optimizers), engine
         # Peers that come and go are at other places of a schedule.
-        self._own = {"params", "lr"} if isinstance(engine.collectives, Membership) else {"params"}
+        self._uncompared = {"params", "lr"} if isinstance(engine.collectives, Membership) else {"params"}
 
     def restart(self) -> None:
         """Other ranks, or another state."""
@@ -148,9 +148,7 @@ class AveragedSteps:
     def digest(self, *facts: object) -> int:
         """32 bits of the settings of the groups and of ``facts``, which must be the same on all ranks; 0 if there are
         no optimizers. Synchronises a GPU if settings are on it."""
-        values = [
-            v for one in self._weights for group in one.param_groups for k, v in group.items() if k not in self._own
-        ]
+        values = [v for o in self._weights for g in o.param_groups for k, v in g.items() if k not in self._uncompared]
         plain = [value.tolist() if isinstance(value, Tensor) else value for value in values]
         settings = [value for value in plain if isinstance(value, int | float | tuple | list)]
         return zlib.crc32(repr((facts, settings)).encode()) if self._weights else 0

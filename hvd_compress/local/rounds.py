@@ -376,17 +376,16 @@ class Rounds(Clock):
 
     def options(self) -> dict[str, object]:
         first = "were they broadcast? After a restart, was local.load_state_dict() called?"
+        ages = " ".join(map(str, self._turns.ages))
+        timing = {"period": self.schedule.period, "steps since the last exchange": ages}
         compared = {
             **asdict(self._settings),
-            **(self._timing() if self._peers is None else {}),
+            **(timing if self._peers is None else {}),
             f"hash of the weights before the first step ({first})": self._common.hash(),
             "weights of another time than the loaded state": self._guards.loaded.foreign,
             "on_averaged_gradients (settings and states of the optimizers)": self._averaged.digest_of_all(),
         }
         return {f"LocalSteps: {name}": value for name, value in compared.items()}
-
-    def _timing(self) -> dict[str, object]:
-        return {"period": self.schedule.period, "steps since the last exchange": " ".join(map(str, self._turns.ages))}
 
     def state(self) -> dict[str, Tree]:
         own: Tree = {

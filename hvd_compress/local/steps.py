@@ -112,11 +112,11 @@ class LocalSteps:
         TypeError: ``compression`` is not a compressor, ``optimizer`` neither an optimizer nor a list of them, or
             ``period``, ``fragments`` or ``delay`` no integer.
         ValueError: an argument out of range; ``on_averaged_gradients`` whose step cannot stand for several; a
-            compressor with momentum, sign or ``grad_scaler``, with local steps, ``nodes`` and ``unsent="weights"``, or
-            of few entries and ``restore_length``; a ``delay``, or ``on_averaged_gradients``, with torchft replica
-            groups of several ranks; an optimizer with unknown parameters, parameters of another one, or Horovod's;
-            FSDP2 shards over whose ranks the compressor averages, or gradients that hooks average; in training, an
-            optimizer of the compressor's parameters that is not one of these, or other parameters in the model.
+            compressor with momentum, sign or ``grad_scaler``, with local steps already, of few entries and
+            ``restore_length``, or with ``nodes`` and ``unsent="weights"``; a ``delay``, or ``on_averaged_gradients``,
+            with torchft replica groups of several ranks; an optimizer with unknown parameters, those of another one, or
+            Horovod's; FSDP2 shards over whose ranks the compressor averages, or gradients that hooks average; in
+            training, another optimizer of the compressor's parameters, or a model that has other parameters now.
         RuntimeError: in training, on all ranks, ranks in different calls, or gradients that are averaged already;
             weights that were replaced without :meth:`take_weights`; of a torchft replica group of several ranks, one
             that was not healed with the others, or has not come to a round.
