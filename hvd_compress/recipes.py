@@ -17,7 +17,7 @@ Plain local SGD (Stich, ICLR 2019) is ``LocalSteps(NoCompression(model), optimiz
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -107,8 +107,8 @@ def low_bit(
         options: further arguments of the compressor.
     """
     compression = Quantized(model, bits, mean_bits=mean_bits, **{"dense_values": "fp16", **options})
-    given = {"on_averaged_gradients": on_averaged_gradients, "decay": decay, "restore_length": restore_length}
-    return LocalSteps(compression, optimizers, period, fragments=fragments, delay=delay, **cast(Any, given))
+    local = partial(LocalSteps, compression, optimizers, period, decay=decay, restore_length=restore_length)
+    return local(fragments=fragments, delay=delay, on_averaged_gradients=on_averaged_gradients)
 
 
 @_in_order
@@ -138,8 +138,8 @@ def diloco(
             trainings of many more steps.
         outer_lr, outer_momentum: of the common weights.
     """
-    compression, outer = NoCompression(model, **options), {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
-    return LocalSteps(compression, optimizers, period, fragments=fragments, delay=delay, **cast(Any, outer))
+    local = partial(LocalSteps, NoCompression(model, **options), optimizers, period, outer_lr=outer_lr)
+    return local(outer_momentum=outer_momentum, fragments=fragments, delay=delay)
 
 
 @_in_order

@@ -67,4 +67,5 @@ def _check_same(one: Saved, other: Saved, path: str, rank: int) -> None:
         for key in {**one, **other}:
             _check_same(one.get(key), other.get(key), joined(path, key), rank)
     elif not same(one, other):
-        refuse(path, f"differs between rank 0 and rank {rank}, and cannot be averaged")
+        cure = ": call local.finish() before saving" if path.startswith("local_steps") else ""
+        refuse(path, f"differs between rank 0 and rank {rank}, and cannot be averaged{cure}")

@@ -54,10 +54,19 @@ def check_kind(optimizer: Any, given: Any) -> None:
 
 def check_averaged(optimizer: Optimizer) -> list[Optimizer]:
     """Returns an optimizer on averaged gradients, or those in a container of several. Raises ``ValueError`` for one
-    that has another one and a state of its own (SAM, Lookahead)."""
+    that has another one and a state of its own (SAM, Lookahead), and for one whose step cannot stand for several."""
     parts = inside(optimizer)
     if optimizer in parts and len(parts) > 1:
         raise ValueError(f"on_averaged_gradients takes plain optimizers; {type(optimizer).__name__} has another inside")
+    # Their states are no moving averages, or their own schedules; they take closures, or sparse gradients only.
+    unfit = {"ASGD", "Adadelta", "Adafactor", "Adagrad", "LBFGS", "NAdam", "RAdam", "Rprop", "SparseAdam"}
+    for part in parts:
+        sums_quotients = any(group.get("momentum") and "centered" in group for group in part.param_groups)
+        if sums_quotients or not unfit.isdisjoint(c.__name__ for c in type(part).__mro__):
+            raise ValueError(
+                f"on_averaged_gradients: one step of {type(part).__name__} cannot stand for several; take SGD, RMSprop "
+                "without momentum, Adam, AdamW, Adamax or Muon, or let it take local steps"
+            )
     return parts
 
 

@@ -1,17 +1,20 @@
 """Optimizers that step on averaged gradients: once a round, alike on all ranks, in place of local steps."""
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..engine.agreement import hash_of
+from ..engine.engine import Engine
+from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.optimizers import parameters_of
 from ..engine.shards import local
@@ -27,10 +30,10 @@ class AveragedSteps:
     Args:
         optimizers: without wrappers.
         weights: all of the training.
-        warn: called with a warning.
+        engine: of the compressor.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], weights: Sequence[Weight], warn: Callable[[str], None]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], weights: Sequence[Weight], engine: Engine) -> None:
         ids = {optimizer: parameters_of([optimizer]) for optimizer in optimizers}
         self._weights = {one: [w for w in weights if id(w.parameter) in held] for one, held in ids.items()}
         #: Whether a step is in progress that moves the weights.
@@ -38,7 +41,9 @@ class AveragedSteps:
         self._hook: RemovableHandle | None = None
         self._withheld: dict[Tensor, Tensor] = {}
         # Optimizers that the user has stepped since the last round, or may have.
-        self._called, self._warn = set(optimizers), warn
+        self._called, self._engine = set(optimizers), engine
+        # Peers that come and go are at other places of a schedule.
+        self._uncompared = {"params", "lr"} if isinstance(engine.collectives, Membership) else {"params"}
 
     def restart(self) -> None:
         """Other ranks, or another state."""
@@ -48,11 +53,14 @@ class AveragedSteps:
     def before_step(self, optimizer: Optimizer, begun: bool) -> None:
         """The user's step of an optimizer begins. Its own hooks come first, which may clip. A step that only creates
         a state is left alone (:meth:`~hvd_compress.engine.optimizers.Optimizers.applies_gradients`)."""
+        own = [weight.parameter for weight in self._weights.get(optimizer, ())]
+        if any(p in self._withheld for p in own) and all(p.grad is None for p in own):
+            return  # super().step() of one whose gradients are withheld already
         self.after_step()
-        if optimizer not in self._weights:
+        if not own:
             return
         if not optimizer.state and not (begun and any(group.get("lr") for group in optimizer.param_groups)):
-            grads = [grad for weight in self._weights[optimizer] if (grad := weight.parameter.grad) is not None]
+            grads = [p.grad for p in own if p.grad is not None]
             if grads and not any(bool(local(grad).any()) for grad in grads):
                 return
         self._hook = optimizer.register_step_pre_hook(self._take)
@@ -84,11 +92,14 @@ class AveragedSteps:
         _give([p for p in self._withheld if p.grad is None], self._withheld)
         self._withheld.clear()
 
-    def step(self, averages: Mapping[str, Tensor], calls: int) -> None:
+    def step(self, averages: Mapping[str, Tensor], calls: int, rates: Tensor | None = None) -> bool:
         """Moves weights and states by the averages of sums of ``calls``, by name. Where an average is not finite, the
-        optimizer gets 0, and the parameter becomes NaN or infinite."""
+        optimizer gets 0, and the parameter becomes NaN or infinite. ``rates``: the mean of the ranks' :meth:`rates`.
+        Returns whether there was a call; without one, averages are of residuals."""
         self.after_step()
-        for optimizer, held in self._weights.items():
+        mean, *each = [float(calls)] if rates is None else rates.tolist()
+        calls, given = max(1, round(mean)), iter(each)
+        for optimizer, held in self._weights.items() if mean else ():
             gradients, left = dict[Tensor, Tensor](), list[Tensor]()
             weights = [weight for weight in held if weight.name in averages and weight.parameter.requires_grad]
             for weight in weights:
@@ -96,15 +107,18 @@ class AveragedSteps:
                 with weight.order:
                     finite, unusable = parted(averages[weight.name])
                     weight.own.copy_(weight.common)
-                    local(gradient).copy_(finite / calls)
+                    local(gradient).copy_(finite / mean)
                     left.append(unusable)
             parameters = [p for group in optimizer.param_groups for p in group["params"]] if weights else []
             before, self.stepping = {p: p.grad for p in parameters}, True
             try:
                 with _for_several(optimizer, gradients, calls):
+                    for group, rate in zip(optimizer.param_groups, given, strict=False):
+                        group["lr"] = rate
                     _give(parameters, gradients)
                     if weights:
-                        optimizer.step()
+                        # Hooks have seen the gradients of each call: they would clip again, or count twice.
+                        unwrap(type(optimizer).step, stop=lambda step: not hasattr(step, "hooked"))(optimizer)
             finally:
                 _give(parameters, before)
                 self.stepping = False
@@ -112,11 +126,18 @@ class AveragedSteps:
                 with weight.order:
                     weight.common.copy_(weight.own)
                     weight.own.add_(unusable)
+        return bool(mean)
 
-    def begin(self) -> int:
-        """A round begins. Returns :meth:`digest`."""
-        for optimizer in self._weights.keys() - self._called:
-            self._warn(
+    def rates(self, calls: int) -> Tensor:
+        """The calls, and each group's learning rate times these, float64: peers, of which not all have taken as many,
+        average them."""
+        each = [float(group.get("lr", 0.0)) for optimizer in self._weights for group in optimizer.param_groups]
+        return torch.tensor([1.0, *each], dtype=torch.float64, device=self._engine.parameters[0].device) * calls
+
+    def begin(self, calls: int) -> int:
+        """A round begins, of so many calls. Returns :meth:`digest`."""
+        for optimizer in self._weights.keys() - self._called if calls else ():
+            self._engine.warn(
                 f"{type(optimizer).__name__}.step() was not called since the last exchange: with "
                 "on_averaged_gradients, too, it belongs in each iteration, where it takes the gradients (unless a "
                 "GradScaler skips it)"
@@ -127,8 +148,7 @@ class AveragedSteps:
     def digest(self, *facts: object) -> int:
         """32 bits of the settings of the groups and of ``facts``, which must be the same on all ranks; 0 if there are
         no optimizers. Synchronises a GPU if settings are on it."""
-        groups = [group for optimizer in self._weights for group in optimizer.param_groups]
-        values = [value for group in groups for name, value in group.items() if name != "params"]
+        values = [v for o in self._weights for g in o.param_groups for k, v in g.items() if k not in self._uncompared]
         plain = [value.tolist() if isinstance(value, Tensor) else value for value in values]
         settings = [value for value in plain if isinstance(value, int | float | tuple | list)]
         return zlib.crc32(repr((facts, settings)).encode()) if self._weights else 0
@@ -151,32 +171,31 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
     """A context in which one step of an optimizer stands for H = ``calls`` by equal gradients g, which it scales::
 
         lr = H lr;   momentum, betas, RMSprop's alpha = these to the power H;   steps so far = steps so far / H
-        g, SGD's weight_decay = 1 + momentum + ... + momentum**(H - 1) times these
+        g = (1 + m + ... + m**(H - 1)) g for a momentum m with dampening, which sums; SGD's weight_decay, too
 
-    Other settings are as they are: most decays of weights are factors of the learning rate.
+    Moments and counts become those of H steps (first steps of SGD with dampening: nearly), and the weight moves by H
+    times the last of these. Other settings are as they are: most decays of weights are factors of the learning rate.
     """
     settings = [dict(group) for group in optimizer.param_groups]
     counts = {p: state["step"] for p in gradients if "step" in (state := optimizer.state.get(p, {}))}
     try:
         for group in optimizer.param_groups:
-            factor = sum((group.get("momentum") or 0.0) ** number for number in range(calls))
+            summing = group.get("momentum") if "dampening" in group else None
+            factor = sum((summing or 0.0) ** number for number in range(calls))
             for p in filter(gradients.__contains__, group["params"] if factor != 1.0 else ()):
                 gradients[p].mul_(factor)
             powers = ("momentum", "betas", *(["alpha"] if "centered" in group else []))
-            new = {key: _power(group[key], calls) for key in powers if group.get(key)}
-            scaled = {"lr": calls, **({"weight_decay": factor} if "dampening" in group else {})}
+            found = {key: value for key in powers if (value := group.get(key))}
+            new = {k: tuple(b**calls for b in v) if isinstance(v, tuple | list) else v**calls for k, v in found.items()}
+            scaled = {"lr": calls, **({"weight_decay": factor} if isinstance(optimizer, SGD) else {})}
             group.update(new | {key: group[key] * by for key, by in scaled.items() if key in group})
         for p, steps in counts.items():
             optimizer.state[p]["step"] = steps // calls if isinstance(steps, int) else steps / calls
         yield
-        stepped = {p: optimizer.state[p]["step"] * calls for p in gradients if "step" in optimizer.state.get(p, {})}
-        counts = stepped | {p: steps + calls for p, steps in counts.items() if isinstance(steps, int)}
+        first = {p: optimizer.state[p]["step"] * calls for p in gradients if "step" in optimizer.state.get(p, {})}
+        counts = first | {p: steps + calls for p, steps in counts.items()}
     finally:
         for p, steps in counts.items():
             optimizer.state[p]["step"] = steps
         for group, before in zip(optimizer.param_groups, settings, strict=True):
             group.update(before)
-
-
-def _power(setting: Any, calls: int) -> Any:
-    return tuple(beta**calls for beta in setting) if isinstance(setting, tuple | list) else setting**calls

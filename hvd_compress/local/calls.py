@@ -23,8 +23,8 @@ class Row:
     """The message of one rank: 32 bytes.
 
     ``call``: one of :data:`CALLS`. ``must_equal``: what must be the same on all ranks: of step(), the calls since the
-    last exchange, and the digest of the engine's step. ``number``: of calls of step() so far, for errors. ``extra``:
-    what the caller wants to know of each rank.
+    last exchange, and the digest of the engine's step; of finish(), if gradients were summed. ``number``: of calls of
+    step() so far, for errors. ``extra``: what the caller wants to know of each rank.
     """
 
     call: str
@@ -33,7 +33,8 @@ class Row:
     extra: int = 0
 
     def __str__(self) -> str:
-        return f"step() {self.number}" if self.call == "step()" else self.call
+        after = f" after step() {self.number}" if self.number else ""
+        return f"step() {self.number}" if self.call == "step()" else f"{self.call}{after}"
 
 
 class Different(RuntimeError):

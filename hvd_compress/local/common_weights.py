@@ -76,6 +76,8 @@ class CommonWeights:
             shares = memories[_memory(p)] > 1
             self.weights.append(Weight(number, name, p, place, common, velocity, sums, shares))
         self.ids = {id(weight.parameter) for weight in self.weights}
+        #: Those with sums.
+        self.summed = [weight for weight in self.weights if weight.sums is not None]
 
     def take(self, ids: Set[int], unless_rounded: bool = False) -> None:
         """Makes the parameters with these ids the common weights. They must be the same on all ranks.
@@ -105,11 +107,13 @@ class CommonWeights:
         self._clear_unsent()
 
     def write_common(self, weights: Iterable[Weight] | None = None) -> None:
-        """Makes the parameters, or those of some weights, the common weights."""
+        """Makes the parameters, or those of some weights, the common weights. Of all, sums begin with 0."""
         for weight in self.weights if weights is None else weights:
             with weight.order:
                 weight.own.copy_(weight.common)
         if weights is None:
+            for sums in (weight.sums for weight in self.weights if weight.sums is not None):
+                sums.zero_()
             self._clear_unsent()
 
     def stand_in(self, weights: Iterable[Weight], ends: bool = False) -> None:
@@ -171,7 +175,7 @@ class CommonWeights:
         """The saved state. A rank's own weights are in the model, which the user saves."""
         sums: dict[str, Tree] = {w.name: TensorLeaf(w.sums) for w in self.weights if w.sums is not None}
         return {
-            **({"sums of gradients (call finish() before saving)": sums} if sums else {}),
+            **({"sums of gradients": sums} if sums else {}),
             "made_with": {"unsent": Fixed(self._unsent), "outer momentum": Fixed(bool(self._momentum))},
             "common": {w.name: TensorLeaf(w.common) for w in self.weights},
             "velocity": {w.name: TensorLeaf(w.velocity) for w in self.weights if w.velocity is not None},

@@ -5,7 +5,10 @@ committed it. The next quorum tells. Either the round is taken back, or this ran
 payload was applied (:class:`hvd_compress.local.round.Round`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+from torch.optim import Optimizer
 
 from ..engine.engine import Engine
 from ..engine.membership import Membership, NoQuorum, PeerLost
@@ -19,17 +22,22 @@ _REMEMBERED = 1024
 
 
 class Peers:
-    """The quorums and commits of rounds, and healing: a rank that is behind gets the common weights, the outer momentum
-    and the numbers of rounds and of local steps. Its own progress since its last round, and its residual, stay, and are
-    exchanged in the next one; a rank that has ended no round so far has none.
+    """The quorums and commits of rounds, and healing: a rank that is behind gets the common weights, the outer
+    momentum, the states and settings of optimizers on averaged gradients, and the numbers of rounds and of local steps.
+    Its own progress since its last round, and its residual, stay, and are exchanged in the next one; a rank that has
+    ended no round so far has none.
 
     Args:
         members: the ranks.
+        optimizers: those on averaged gradients.
         steps: describes the number of local steps.
     """
 
-    def __init__(self, engine: Engine, members: Membership, common: CommonWeights, steps: Tree) -> None:
+    def __init__(
+        self, engine: Engine, members: Membership, common: CommonWeights, optimizers: Sequence[Optimizer], steps: Tree
+    ) -> None:
         self._engine, self._members, self._common, self._steps = engine, members, common, steps
+        self._optimizers = optimizers
         #: Whether this rank has ended a round with the others, so that its progress is relative to their weights; and
         #: whether the last quorum has healed it.
         self.joined, self.healed, self._changed = False, False, False
@@ -92,12 +100,15 @@ class Peers:
             self._engine.warn(f"{what}{row}, and the next one exchanges its progress: {error}")
 
     def _save(self) -> Saved:
-        return {"state": save(self._shared()), "committed": list(self._committed)}
+        optimizers = [deepcopy(optimizer.state_dict()) for optimizer in self._optimizers]
+        return {"state": save(self._shared()), "committed": list(self._committed), "optimizers": optimizers}
 
     def _load(self, state: Saved) -> None:
         self._before_healing()
         check(self._shared(), state["state"])
         load(self._shared(), state["state"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(deepcopy(saved))  # which keeps the tensors that it gets
         self._committed = list(state["committed"])
         self.healed = True
 

@@ -88,8 +88,8 @@ class Round:
         #: By name of the weight, in its shape: in its dtype, and in that of the common weights.
         self._progress: dict[str, Tensor] = {}
         self._averages: dict[str, Tensor] = {}
-        #: The calls that the averages are of.
-        self._age = 0
+        #: The calls that the averages are of; of peers, see :meth:`AveragedSteps.rates`.
+        self._age, self._rates = 0, dict[str, Tensor]()
         # The weights of the last fragment that has arrived.
         self._landing: Sequence[Weight] = ()
         self._before: dict[str, Tensor] = {}
@@ -112,11 +112,6 @@ class Round:
     def begin(self, number: int) -> bool:
         """Begins the next round, in call ``number`` of ``LocalSteps.step()``. Returns whether it has landed."""
         self.finish()
-        if self._applying:
-            raise RuntimeError(
-                "a round of local steps has failed while its averages were applied on this rank: load a checkpoint, or "
-                "the same weights on all ranks, and call local.take_weights() there"
-            )
         engine, turns, self._landed = self._engine, self._turns, False
         begins = self._peers is None or self._meet(self._peers)
         fragment, rounds, age = turns.next, turns.rounds, turns.age
@@ -131,7 +126,7 @@ class Round:
             self._common.stand_in(fragment.weights)
             step = engine.begin(fragment.works, rounds, compared=True)
             # Of peers, each may have taken another number of steps.
-            digest = step.digest ^ self._averaged.begin()
+            digest = step.digest ^ self._averaged.begin(age)
             must_equal = (age if self._peers is None else engine.step) + (digest << AGES)
             may_differ = engine.nodes.may_differ(self._devices)
             first = tuple(one for work in fragment.works for one in work.first_requests()) if may_differ else ()
@@ -159,6 +154,14 @@ class Round:
                 self._engine.exchanges.take_turns()
         return False
 
+    def refuse_applied_in_part(self) -> None:
+        """Raises ``RuntimeError`` if a landing was interrupted, and no other weights were taken since."""
+        if self._applying:
+            raise RuntimeError(
+                "a round of local steps has failed while its averages were applied on this rank: load a checkpoint, or "
+                "the same weights on all ranks, and call local.take_weights() there"
+            )
+
     def check(self) -> None:
         """Waits for the ranks' rows. Raises ``RuntimeError``, on all, if calls differ or gradients are averages."""
         self._gradients.check([row.extra for row in self._calls.check()])
@@ -184,6 +187,9 @@ class Round:
             check_gradient(weight.name, progress, weight.place)
             engine.arrive(weight.number, progress)
         count_gradients(engine, fragment, sent.age - 1)  # arrive() has counted one
+        if self._peers is not None and self._common.summed:
+            rates = self._rates["mean"] = self._averaged.rates(sent.age)
+            engine.dense.arrive(None, rates, rates)
         if squares:
             self._squares = torch.stack(squares[::-1])
             engine.dense.arrive(None, self._squares, self._squares)
@@ -220,8 +226,8 @@ class Round:
             weights = [weight for weight in self._common.weights if weight.name in averages]
             moved = [weight for weight in weights if weight.sums is None]
             self._common.move(moved, averages)
-            self._averaged.step(averages, self._age)
-            self._write(moved, averages)
+            stepped = self._averaged.step(averages, self._age, self._rates.get("mean"))
+            self._write(moved if stepped else weights, averages)
             if self._decay != 1.0:
                 scale_residuals({w.place.work for w in weights if w.place is not None}, self._decay)
             self._landed, self._applying = True, False
@@ -303,12 +309,13 @@ class Round:
                 self._turns.counted(doubt.fragment, doubt.age)
             elif doubt is not None:
                 undo(doubt.fragment.works)
-                own |= {name: own[name] + uncompressed for name, uncompressed in self._progress.items()}
+                own |= {name: own.get(name, 0.0) + uncompressed for name, uncompressed in self._progress.items()}
             self._progress.clear()
-            if peers.healed and not peers.joined:  # relative to weights of its own
+            if fresh := peers.healed and not peers.joined:  # relative to weights of its own
                 self._turns.restart()
                 scale_residuals(self._engine.works, 0.0)
                 own.clear()
+            self._common.write_common(None if fresh else self._common.summed)
             self._write(self._common.weights, own)
         if begins:
             peers.enter()
@@ -334,14 +341,16 @@ class Round:
 
     def _hold(self) -> None:
         """Keeps what this rank has done since its last round, before weights or residuals become others."""
-        self._held = self._held or {weight.name: self._common.advance(weight) for weight in self._common.weights}
+        moved = [weight for weight in self._common.weights if weight.sums is None]
+        self._held = self._held or {weight.name: self._common.advance(weight) for weight in moved}
 
     def state(self) -> Tree:
         """The saved state, after :meth:`arrive`."""
         each, ws = {"averages": self._averages, "before": self._before}, self._common.weights
         found: dict[str, Tree] = {k: {w.name: OptionalTensor(t, w.name, w.common) for w in ws} for k, t in each.items()}
-        if any(weight.sums is not None for weight in ws):
-            found["of"] = {"calls": Entry(vars(self), "_age", int, 0)}
+        if self._common.summed:
+            rates = OptionalTensor(self._rates, "mean", self._averaged.rates(0))
+            found["of"] = {"calls": Entry(vars(self), "_age", int, 0), "rates": rates}
         return {"calls left": Entry(vars(self), "_left", int, 0, self._delay), **found}
 
     @contextmanager

@@ -95,7 +95,7 @@ class Rounds(Clock):
         self._common = CommonWeights(engine, settings.unsent, settings.outer_lr, settings.outer_momentum, summed)
         check_parameters(self._optimizers.all, self._common.ids)
         weights = self._common.weights
-        self._averaged = AveragedSteps(self._optimizers.averaged, weights, engine.warn)
+        self._averaged = AveragedSteps(self._optimizers.averaged, weights, engine)
         self.schedule = Schedule(period, settings.fragments, settings.delay)
         self._turns = Turns(engine, weights, settings.fragments)
         # The mean of all weights keeps what was replaced on all ranks, and nothing else is added.
@@ -106,12 +106,9 @@ class Rounds(Clock):
         self._guards = LocalGuards(engine, named, model, self._optimizers.all, watches and not exact)
         members, self._peers = engine.collectives, None
         if isinstance(members, Membership):
-            if summed:
-                raise ValueError(
-                    "with a torchft.Manager, peers that come back do not get the optimizers' states, which must be the "
-                    "same on all ranks with on_averaged_gradients: let these optimizers take local steps"
-                )
-            self._peers = Peers(engine, members, self._common, self.schedule.state())
+            if summed and members.group_size > 1:
+                raise ValueError("on_averaged_gradients does not go with torchft replica groups of several ranks")
+            self._peers = Peers(engine, members, self._common, self._optimizers.averaged, self.schedule.state())
         self._round = Round(
             engine,
             self._common,
@@ -147,6 +144,7 @@ class Rounds(Clock):
     def count(self) -> bool:
         """A local step was taken. Returns whether a round has ended."""
         self._begin()
+        self._round.refuse_applied_in_part()
         self._guards.call(self._exchanging, self.stepped)
         self._begun, self.stepped, self.moved = True, False, True
         self._applied.clear()
@@ -179,6 +177,7 @@ class Rounds(Clock):
         if self._peers is None:
             return
         self._begin()
+        self._round.refuse_applied_in_part()
         self._guards.loaded.look()
         self._guards.loaded.refuse()
         self._check()
@@ -198,6 +197,7 @@ class Rounds(Clock):
         """Averages all weights, and the buffers of ``model``. ``moved_only``: no weights if nobody has moved them since
         the last time. ``call``: what the user has called."""
         self._begin()
+        self._round.refuse_applied_in_part()
         self._guards.loaded.look()
         self._check()
         chosen = None
@@ -220,8 +220,8 @@ class Rounds(Clock):
             self._guards.loaded.refuse()
             engine.stats.begin_step()
             extra = int(self.moved or not (moved_only and self._guards.watches))
-            must_equal = self._averaged.digest(self._turns.ages) << AGES
-            rows = self._calls.compare(Row(call, must_equal, extra=extra))
+            age, number = (sum(self._turns.ages), self.schedule.number) if self._optimizers.averaged else (0, 0)
+            rows = self._calls.compare(Row(call, age + (self._averaged.digest() << AGES), number, extra))
             label, device = f"{engine.exchanges.label}.buffers", engine.parameters[0].device
             levels = [engine.collectives, *engine.method.shard_groups()]
             if chosen is not None:
@@ -352,6 +352,7 @@ class Rounds(Clock):
 
     def begin_saving(self) -> None:
         """Completes the messages of an exchange in flight, which is saved. One rank has the average of all."""
+        self._round.refuse_applied_in_part()
         if self._taken and not self._exchanging:
             self._common.take(self._common.ids)
         if not self._round.waits:
@@ -375,17 +376,16 @@ class Rounds(Clock):
 
     def options(self) -> dict[str, object]:
         first = "were they broadcast? After a restart, was local.load_state_dict() called?"
+        ages = " ".join(map(str, self._turns.ages))
+        timing = {"period": self.schedule.period, "steps since the last exchange": ages}
         compared = {
             **asdict(self._settings),
-            **(self._timing() if self._peers is None else {}),
+            **(timing if self._peers is None else {}),
             f"hash of the weights before the first step ({first})": self._common.hash(),
             "weights of another time than the loaded state": self._guards.loaded.foreign,
             "on_averaged_gradients (settings and states of the optimizers)": self._averaged.digest_of_all(),
         }
         return {f"LocalSteps: {name}": value for name, value in compared.items()}
-
-    def _timing(self) -> dict[str, object]:
-        return {"period": self.schedule.period, "steps since the last exchange": " ".join(map(str, self._turns.ages))}
 
     def state(self) -> dict[str, Tree]:
         own: Tree = {

@@ -103,18 +103,20 @@ class LocalSteps:
             something else than the optimizers changes them, and in some steps only.
         on_averaged_gradients: optimizers, such as AdamW of embeddings and norms beside Muon, that step on gradients
             averaged over ranks and calls: one or several, which may also be in ``optimizer``, or in a
-            ``CombinedOptimizer`` there. Step them in each iteration as the others, clipped and scaled as usual, without
-            a closure. ``lr`` and other settings must be the same on all ranks. One rank goes the same way.
+            ``CombinedOptimizer`` there: SGD, RMSprop without momentum, Adam, AdamW, Adamax, Muon, or others of means by
+            ``betas`` or ``momentum`` (with ``dampening``, SGD's sums). Step them in each iteration as the others,
+            clipped and scaled as usual, without a closure; step hooks run there only. ``lr`` and other settings must be
+            the same on all ranks (of torchft's peers, ``lr`` is averaged over calls). One rank goes the same way.
 
     Raises:
         TypeError: ``compression`` is not a compressor, ``optimizer`` neither an optimizer nor a list of them, or
             ``period``, ``fragments`` or ``delay`` no integer.
-        ValueError: an argument out of range; ``on_averaged_gradients`` with torchft; a compressor with momentum, sign
-            or ``grad_scaler``, with local steps already, with ``nodes`` and ``unsent="weights"``, or of few entries and
-            ``restore_length``; a ``delay`` with torchft replica groups of several ranks; an optimizer with unknown
-            parameters, with parameters of another one, or Horovod's; FSDP2 shards over whose ranks the compressor
-            averages, or gradients that hooks average; in training, an optimizer of the compressor's parameters that is
-            not one of these, or a model that has other parameters now.
+        ValueError: an argument out of range; ``on_averaged_gradients`` whose step cannot stand for several; a
+            compressor with momentum, sign or ``grad_scaler``, with local steps already, of few entries and
+            ``restore_length``, or with ``nodes`` and ``unsent="weights"``; a ``delay``, or ``on_averaged_gradients``,
+            with torchft replica groups of several ranks; an optimizer with unknown parameters, those of another one, or
+            Horovod's; FSDP2 shards over whose ranks the compressor averages, or gradients that hooks average; in
+            training, another optimizer of the compressor's parameters, or a model that has other parameters now.
         RuntimeError: in training, on all ranks, ranks in different calls, or gradients that are averaged already;
             weights that were replaced without :meth:`take_weights`; of a torchft replica group of several ranks, one
             that was not healed with the others, or has not come to a round.
@@ -168,7 +170,8 @@ class LocalSteps:
         several optimizers, once, after all of them. All ranks must call it equally often: the others wait.
 
         Every ``period / fragments``-th call begins an exchange, which ends in the same call or ``delay`` calls later.
-        Returns whether one has ended in this call.
+        Returns whether one has ended in this call. Without a ``delay`` the parameters hold differences until then: a
+        signal handler must not save them.
         """
         return self._rounds.count()
 

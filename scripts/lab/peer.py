@@ -6,10 +6,10 @@ those of :data:`DEFAULTS` that differ, starts the peer as a child, and prints it
 its input.
 
 A peer writes to ``FOLDER/NAME.jsonl`` a line of JSON for each event: ``joined``, ``round`` (committed), ``taken
-back``, ``end``; each with the rounds that were committed, a hash of the common weights, the peers of the last round,
-the memory in MB, and seconds so far: in quorums, in commits and in ``LocalSteps.step()``. ``FOLDER/NAME.fate`` may have
-a point, one of :data:`POINTS`: when the peer next comes there, it kills itself by SIGKILL. With ``end`` it ends after a
-local step.
+back``, ``end``; each with the rounds that were committed, a hash of the common weights and of the states that all peers
+have in common, the number of these, the peers of the last round, the memory in MB, and seconds so far: in quorums, in
+commits and in ``LocalSteps.step()``. ``FOLDER/NAME.fate`` may have a point, one of :data:`POINTS`: when the peer next
+comes there, it kills itself by SIGKILL. With ``end`` it ends after a local step.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from torchft.coordination import LighthouseServer
 
 import hvd_compress
 from hvd_compress.engine.agreement import hash_of
+from hvd_compress.trainers import CombinedOptimizer
 
 #: Where a peer may die. ``healing``: while it loads the state of another one; ``serving``: while it saves its own for
 #: another one; ``voting``: when it has all averages; ``voted``: when all peers have them, before it commits.
@@ -50,6 +51,7 @@ DEFAULTS = {
     "quorum_retries": 40,
     "pause": 0.01,
     "width": 64,
+    "averaged": False,  # whether biases move by averaged gradients
     "join": True,
     "host": "localhost",
     "namespace": None,  # of the network, with "host" as its address
@@ -117,10 +119,16 @@ class Training:
         width = self.settings["width"]
         layers = nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)
         model = nn.Sequential(*layers)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if not self.settings["averaged"]:
+            return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+        parts = ([p for p in model.parameters() if (p.dim() == 2) == matrix] for matrix in (True, False))
+        matrices, self.by_averages = (torch.optim.AdamW(part, lr=1e-3) for part in parts)
+        return model, CombinedOptimizer([matrices, self.by_averages])
 
     def local_steps(self):
         recipe, options = getattr(hvd_compress.recipes, self.settings["recipe"]), self.settings["options"]
+        if self.settings["averaged"]:
+            options = {**options, "on_averaged_gradients": self.by_averages}
         return recipe(self.model, self.optimizer, self.settings["period"], process_group=self.manager, **options)
 
     def loss(self):
@@ -139,11 +147,13 @@ class Training:
 
     def say(self, event, **more):
         weights, stats = self.local._rounds._common.weights, self.local.compression.collectives.report()
+        states = [*self.by_averages.state.values()] if self.settings["averaged"] else []
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         found = {
             "event": event,
             "step": self.manager.current_step(),
-            "hash": hash_of(weight.common for weight in weights),
+            "hash": hash_of([*(w.common for w in weights), *(state[key] for state in states for key in sorted(state))]),
+            "states": len(states),
             "same": all(torch.equal(weight.own, weight.common) for weight in weights),
             "peers": self.local.compression.collectives.size,
             "megabytes": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 2),

@@ -9,6 +9,7 @@ from local_workers import DELAYED, IN_TURN, fail, in_a_new_world, on_both_hosts,
 from methods import SMALL
 from models import equal, gradients, mixed_model
 from optimizers import muon_and_adamw
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hvd_compress import LocalSteps, NoCompression, Quantized, recipes, reshard
 from hvd_compress.carriers.threads import ThreadWorld
@@ -125,6 +126,129 @@ def test_momentum_of_a_period_is_that_of_its_steps():
         torch.testing.assert_close(velocity, expected.expand_as(velocity))
 
 
+def matrix_by(make):
+    """One weight matrix, trained by an optimizer on averaged gradients, one rank."""
+    _, (worker,) = workers(1, **{**ALL, "optimizer": make, "model": torch.nn.Linear(6, 5, bias=False), "period": 1})
+    return worker
+
+
+def step_by(worker, grad):
+    worker.model.weight.grad = grad.clone()
+    worker.averaged[0].step()
+    worker.local.step()
+
+
+#: By optimizer of torch.optim, settings with which one step stands for several, and how far the weights may be from H
+#: times the last of the H steps, relative to these: decays of weights are taken at once, and so are Nesterov's looks
+#: ahead, which a constant gradient makes equal only in the end.
+EXACT_STATES = {
+    "SGD": [
+        ({}, 0),
+        ({"momentum": 0.9}, 0),
+        ({"momentum": 0.9, "dampening": 0.4, "maximize": True}, 0),
+        ({"momentum": 0.9, "nesterov": True}, 0.4),
+        ({"momentum": 0.8, "weight_decay": 0.01}, 0.01),
+        ({"momentum": 0.9, "foreach": True}, 0),
+    ],
+    "RMSprop": [({"alpha": 0.9}, 0), ({"alpha": 0.9, "centered": True}, 0)],
+    "Adam": [
+        ({}, 0),
+        ({"betas": (0.8, 0.9), "amsgrad": True}, 0),
+        ({"weight_decay": 0.01}, 0.05),
+        ({"foreach": True}, 0),
+        ({"fused": True}, 0),
+    ],
+    "AdamW": [({"weight_decay": 0.0}, 0), ({"betas": (0.7, 0.97)}, 0.01), ({"amsgrad": True, "maximize": True}, 0.01)],
+    "Adamax": [({}, 0), ({"betas": (0.9, 0.8)}, 0)],
+    "Muon": [({"weight_decay": 0.0, "nesterov": False}, 0), ({}, 0.4), ({"momentum": 0.5}, 0.6)],
+}
+#: Others, or other settings, and why no step of theirs stands for several.
+REFUSED = {
+    "ASGD": {},  # averages the weights of each step
+    "Adadelta": {},  # its rate is a state, which grows by its own steps
+    "Adafactor": {},  # decays and rate follow powers of the number of steps
+    "Adagrad": {"lr_decay": 0.1},  # a sum of squares
+    "LBFGS": {},  # closures
+    "NAdam": {},  # its momentum follows a schedule, whose product is a state
+    "RAdam": {},  # steps without its second moment until a number of steps, which the powers of betas move
+    "RMSprop": {"momentum": 0.9},  # a sum of gradients after they were divided
+    "Rprop": {},  # rates grow by each step
+    "SparseAdam": {},  # sparse gradients only
+}
+
+
+def test_all_optimizers_of_torch_are_tried():
+    names = {name for name, value in vars(torch.optim).items() if isinstance(value, type)} - {"Optimizer"}
+    assert names == EXACT_STATES.keys() | REFUSED.keys() and EXACT_STATES.keys() & REFUSED.keys() == {"RMSprop"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_whose_step_cannot_stand_for_several_is_refused(name):
+    options = {} if name in ("LBFGS", "SparseAdam") else {"lr": 0.1}
+    for base in (getattr(torch.optim, name), type("Derived", (getattr(torch.optim, name),), {})):
+        with pytest.raises(ValueError, match=f"one step of {base.__name__} cannot stand for several"):
+            workers(1, **{**ALL, "optimizer": partial(base, **options, **REFUSED[name])})
+
+
+@pytest.mark.parametrize("period", [2, 5])
+@pytest.mark.parametrize("begun", [0, 4])
+@pytest.mark.parametrize(
+    ("name", "options", "tolerance"), [(name, *case) for name in EXACT_STATES for case in EXACT_STATES[name]], ids=str
+)
+def test_states_after_one_step_are_those_of_as_many_by_equal_gradients(name, options, tolerance, begun, period):
+    if options.get("dampening") and not begun:
+        pytest.skip("the first velocity is the gradient itself, without dampening")
+    make = partial(getattr(torch.optim, name), lr=1e-3, **options)
+    worker, generator = matrix_by(make), torch.Generator().manual_seed(1)
+    for _ in range(begun):  # one call, one step: as without
+        step_by(worker, torch.randn(5, 6, generator=generator))
+    weight = torch.nn.Parameter(worker.model.weight.detach().clone())
+    dense = make([weight])
+    dense.load_state_dict(copy.deepcopy(worker.averaged[0].state_dict()))
+    grad = torch.randn(5, 6, generator=generator)
+    worker.local.period = period
+    start = weight.detach().clone()
+    for _ in range(period):
+        before = weight.detach().clone()
+        step_by(worker, grad)
+        weight.grad = grad.clone()
+        dense.step()
+    one, several = worker.averaged[0].state[worker.model.weight], dense.state[weight]
+    assert one.keys() == several.keys()
+    for key, value in several.items():
+        if isinstance(value, torch.Tensor):
+            # Coupled decays of weights see the weights of all H steps, or of the first.
+            rtol, atol = (1e-3, 1e-5) if options.get("weight_decay") else (1e-5, 1e-7)
+            torch.testing.assert_close(one[key], value, rtol=rtol, atol=atol, msg=lambda m, key=key: f"{key}: {m}")
+    assert one.get("step") is None or float(one["step"]) == begun + period
+    moved, last = worker.model.weight.detach() - start, weight.detach() - before
+    assert not equal([moved], [torch.zeros_like(moved)])
+    assert (moved - period * last).norm() <= (tolerance + 2e-4) * (period * last).norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, options) for name in EXACT_STATES for options, _ in EXACT_STATES[name]], ids=str
+)
+def test_by_a_constant_gradient_steps_of_periods_come_as_far_as_dense_ones(name, options):
+    if options.get("centered"):
+        pytest.skip("divides by the variance, which goes to 0")
+    make = partial(getattr(torch.optim, name), lr=1e-4, **options)
+    grad = torch.randn(5, 6, generator=torch.Generator().manual_seed(2))
+    worker = matrix_by(make)
+    worker.local.period = 4
+    weight = torch.nn.Parameter(worker.model.weight.detach().clone())
+    dense, far = make([weight]), []
+    for count in range(80):
+        step_by(worker, grad)
+        weight.grad = grad.clone()
+        dense.step()
+        if count in (59, 79):
+            far.append((worker.model.weight.detach().clone(), weight.detach().clone()))
+    (one, several), (one_then, several_then) = far
+    expected = several_then - several
+    assert (one_then - one - expected).norm() <= 0.02 * expected.norm()
+
+
 def test_the_period_may_change_and_steps_count_calls():
     make = partial(torch.optim.AdamW, lr=0.01)
     world, group = workers(2, **{**ALL, "optimizer": make, "period": 2})
@@ -135,8 +259,7 @@ def test_the_period_may_change_and_steps_count_calls():
     world.run(lambda i: group[i].train(1, first=7) and None)
     world.run(lambda i: group[i].local.finish())
     assert same(*group) and equal(states(group[0]), states(group[1]))
-    for state in group[0].averaged[0].state.values():
-        torch.testing.assert_close(state["step"], torch.tensor(8.0))
+    assert {float(state["step"]) for state in group[0].averaged[0].state.values()} == {8.0}
 
 
 def test_the_learning_rate_follows_a_schedule():
@@ -182,9 +305,71 @@ def test_loops_of_users():
     optimizer.zero_grad()
     optimizer.step()  # unused in this call
     assert world.run(lambda i: worker.local.step()) == [True]
-    torch.testing.assert_close(seen.pop(1), torch.full_like(p, 0.5))
-    assert p.grad is None
+    assert seen == [None] and p.grad is None
     torch.testing.assert_close(before[0] - worker.weights()[0], torch.full_like(p, 0.1 * 3 * 0.5))
+
+
+class Derived(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_step_calls_its_bases_takes_gradients_once():
+    results = []
+    for kind in (torch.optim.SGD, Derived):
+        world, (worker,) = workers(1, **{**ALL, "optimizer": partial(kind, lr=0.1, momentum=0.9)})
+        world.run(lambda i, worker=worker: worker.train(3))
+        results.append([*worker.weights(), *sums(worker), *states(worker)])
+    assert equal(*results)
+
+
+def test_hooks_run_in_the_users_steps_only():
+    """So a gradient is clipped once, and what hooks count are calls. Schedulers, which wrap step(), do not warn."""
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    world, (worker,) = workers(1, **{**ALL, "optimizer": make, "period": 3})
+    (optimizer,), p, seen = worker.averaged, next(worker.model.parameters()), []
+    named = [
+        (optimizer.register_step_pre_hook, "before"),
+        (optimizer.register_step_post_hook, "after"),
+        (register_optimizer_step_pre_hook, "before, all"),
+        (register_optimizer_step_post_hook, "after, all"),
+    ]
+    handles = [register(lambda *_, name=name: seen.append(name)) for register, name in named]
+
+    def clip(*_):
+        p.grad.clamp_(max=1.0)
+
+    handles.append(optimizer.register_step_pre_hook(clip))
+    schedule, before = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), worker.weights()
+    for calls in range(1, 7):
+        for each in worker.model.parameters():
+            each.grad = torch.full_like(each, 2.0)
+        optimizer.step()
+        schedule.step()
+        counted = seen.copy()
+        world.run(lambda i: worker.local.step())
+        assert seen == counted and all(seen.count(name) == calls for _, name in named)
+        if calls == 3:
+            torch.testing.assert_close(before[0] - worker.weights()[0], torch.full_like(p, 0.05 * 3 * 2.71))
+            torch.testing.assert_close(before[1] - worker.weights()[1], torch.full_like(before[1], 0.05 * 3 * 2 * 2.71))
+    for handle in handles:
+        handle.remove()
+
+
+def test_sparse_gradients_are_summed():
+    results = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.EmbeddingBag(30, 4, mode="sum", sparse=sparse)
+        make = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+        world, (worker,) = workers(1, **{**ALL, "optimizer": make, "model": model})
+        for step in range(4):
+            worker.averaged[0].zero_grad()
+            worker.model(torch.tensor([[step, 3, 3]])).sum().backward()
+            worker.averaged[0].step()
+            world.run(lambda i, worker=worker: worker.local.step())
+        results.append(worker.weights())
+    assert equal(*results) and not equal(results[0], [model.weight])
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -323,7 +508,7 @@ def test_sums_are_each_ranks_own_in_a_checkpoint():
     )
     world.run(lambda i: group[i].train(2))
     saved = world.run(lambda i: group[i].compression.state_dict())
-    with pytest.raises(ValueError, match=r"call finish\(\) before saving"):
+    with pytest.raises(ValueError, match=r"^local_steps.sums of gradients.* differs .*: call local.finish\(\) before"):
         reshard(saved)
     with pytest.raises(RuntimeError, match=r"call finish\(\) before saving"):
         world.run(lambda i: group[i].compression.engine.clock.check_equal_weights())
@@ -414,6 +599,22 @@ def test_settings_that_differ_between_ranks_are_an_error_on_all():
     for call in (lambda i: group[i].train(3), lambda i: group[i].local.finish()):
         with pytest.raises(RuntimeError, match="lr"):
             world.run(call)
+
+
+@pytest.mark.parametrize("options", [EXACT, {**LOW_BIT, **IN_TURN}], ids=["at once", "in turn"])
+def test_finish_after_unequal_counts_of_calls_says_so_on_all(options):
+    """One step of the optimizer stands for as many calls as rank 0's sums are of."""
+    world, group = workers(2, **{**options, "period": 8})
+    world.run(lambda i: group[i].train(2 + i))
+    before = averaged(group[0])
+    for _ in range(2):
+        said = r"rank 0 in finish\(\) after step\(\) 2, rank 1 in finish\(\) after step\(\) 3: .*equally often"
+        with pytest.raises(RuntimeError, match=said):
+            world.run(lambda i: group[i].local.finish())
+    assert equal(before, averaged(group[0])) and equal(before, averaged(group[1]))
+    group[0].train(1, first=2)
+    world.run(lambda i: group[i].local.finish())
+    assert same(*group) and not equal(before, averaged(group[0]))
 
 
 def test_states_that_differ_at_the_beginning_are_an_error_on_all():

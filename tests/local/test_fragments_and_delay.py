@@ -27,6 +27,7 @@ from models import equal, mixed_model
 
 from hvd_compress import IWP, NoCompression, TopK
 from hvd_compress.carriers.threads import ThreadWorld
+from hvd_compress.local.averaged_steps import AveragedSteps
 from hvd_compress.local.common_weights import CommonWeights
 from hvd_compress.local.fragments import divided
 from hvd_compress.local.round import Round
@@ -429,20 +430,32 @@ def test_a_round_that_cannot_begin_is_due_in_the_next_call(monkeypatch):
     assert worker.train(1, first=3) == [True]
 
 
-@pytest.mark.parametrize("place", ["move", "_write"])
-def test_a_round_that_was_interrupted_while_it_was_applied_is_an_error(place, monkeypatch):
-    """The other ranks have its averages, and this one would train on with other common weights."""
+@pytest.mark.parametrize("then", ["take_weights", "load"])
+@pytest.mark.parametrize("owner, place", [(CommonWeights, "move"), (AveragedSteps, "step"), (Round, "_write")])
+def test_after_a_round_that_was_interrupted_while_it_was_applied_all_calls_are_an_error(
+    owner, place, then, monkeypatch
+):
+    """The other ranks have its averages, and this one would train on with other common weights, or save them."""
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     _, (worker,) = workers(1, period=3, outer_lr=0.7)
+    saved = worker.saved()
     worker.train(2)
     with monkeypatch.context() as failing:
-        failing.setattr(CommonWeights if place == "move" else Round, place, interrupted)
+        failing.setattr(owner, place, interrupted)
         with pytest.raises(KeyboardInterrupt):
             worker.train(1, first=2)
-    with pytest.raises(RuntimeError, match="while its averages were applied"):
-        worker.train(3, first=3)
-    worker.local.take_weights()
+    local, compression = worker.local, worker.compression
+    calls = [local.step, local.finish, local.end, local.state_dict, compression.state_dict]
+    for call in [*calls, lambda: local.finish(worker.model), lambda: local.finish(moved_only=True), local.step]:
+        with pytest.raises(RuntimeError, match="while its averages were applied"):
+            call()
+    if then == "load":
+        worker.resume(saved)
+    else:
+        worker.local.take_weights()
     assert worker.train(3, first=6) == [False, False, True]
+    assert worker.saved()
+    local.end()

@@ -50,6 +50,10 @@ class Peer(Worker):
             if self.member.results[-1] == "committed" and self.member.step == step + 1:
                 now = [w.common.double() for w in self._all()]
                 self.applied[self.member.step] = [self.member.size * (b - a) for a, b in zip(before, now, strict=True)]
+                self.note()
+
+    def note(self):
+        pass
 
     def _all(self):
         return self.local._rounds._common.weights
@@ -71,11 +75,57 @@ class Peer(Worker):
         return [made - begun - kept for made, begun, kept in zip(self.made, self.begun_with, self.kept(), strict=True)]
 
 
-def begin(kind, count=3, **options):
-    lighthouse = Lighthouse()
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def matrices_and_others(parameters, make=SGD):
+    parameters = list(parameters)
+    matrices, others = ([p for p in parameters if (p.dim() == 2) == matrix] for matrix in (True, False))
+    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.5), make(others)]
+
+
+class Averaged(Peer):
+    """Matrices take local steps, and the others move by averaged gradients: by SGD, so by their sum.
+
+    ``seen``: by committed round, the common weights and the state of that optimizer.
+    """
+
+    def __init__(self, lighthouse, name, build, make=None, **options):
+        given = {} if make is None else {"make": make}
+        optimizers = {"optimizer": partial(matrices_and_others, **given), "averaged": [1]}
+        super().__init__(lighthouse, name, build, **{**optimizers, **options})
+        self.seen, (self.by_averages,) = {}, self.averaged
+        self.held = {id(p) for group in self.by_averages.param_groups for p in group["params"]}
+
+    def local_step(self, step):
+        super().local_step(step)
+        for made, p in zip(self.made, self.model.parameters(), strict=True):
+            if id(p) in self.held:
+                made -= 0.1 * p.grad.double()
+
+    def summed(self):
+        return [w for w in self._all() if w.sums is not None]
+
+    def kept(self):
+        kept = super().kept()
+        for number, w in enumerate(self._all()):
+            if w.sums is not None:
+                held = 0.0 if w.place is None else w.place.work.residual_of(w.place.piece).double()
+                kept[number] = -0.1 * (w.sums.double() + held)
+        return kept
+
+    def note(self):
+        state = self.by_averages.state_dict()["state"]
+        leaves = [leaf.clone() for _, entry in sorted(state.items()) for _, leaf in sorted(entry.items())]
+        own = [p.detach().clone() for p in self.model.parameters() if id(p) in self.held]
+        self.seen[self.member.step] = [*(w.common.clone() for w in self._all()), *own, *leaves]
+
+
+def begin(kind, count=3, peer=Peer, **options):
+    make, lighthouse = peer, Lighthouse()
     peers = {}
     for n in range(count):
-        peer = Peer(lighthouse, n, KINDS[kind], **options)
+        peer = make(lighthouse, n, KINDS[kind], **options)
         peers[peer.member] = peer
     lighthouse.run(list(peers), lambda member: peers[member].join())
     return lighthouse, peers
@@ -138,7 +188,8 @@ def test_a_wrong_call_leaves_the_manager_for_the_right_one(monkeypatch):
     with pytest.raises(ValueError, match="parameter"):
         LocalSteps(Quantized(model, collectives=member), stranger, 2)
     averaged = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="let these optimizers take local steps"):
+    with monkeypatch.context() as several, pytest.raises(ValueError, match="replica groups of several ranks"):
+        several.setattr(Member, "group_size", 2)
         LocalSteps(Quantized(model, collectives=member), [], 2, on_averaged_gradients=averaged)
     assert not healed
     LocalSteps(Quantized(model, collectives=member), torch.optim.SGD(model.parameters(), lr=0.1), 2)
@@ -152,15 +203,16 @@ def test_ranks_that_come_and_go_have_no_place_in_a_checkpoint_of_all():
 
 @pytest.mark.parametrize("kind", ["quantized", "topk", "dense"])
 @pytest.mark.parametrize("place", [1, None], ids=["in the exchange", "in the vote"])
-def test_a_peer_dies_and_another_joins(kind, place):
+@pytest.mark.parametrize("make", [Peer, Averaged])
+def test_a_peer_dies_and_another_joins(kind, place, make):
     """What the dead one had not sent is lost, and nothing else; the new one has the weights of the others."""
-    lighthouse, peers = begin(kind)
+    lighthouse, peers = begin(kind, peer=make)
     dying = list(peers)[1]
     dying.faults = {3: ("dies", place)}
     stay = lighthouse.run(list(peers), lambda member: peers[member].train_until(6))
     assert [member.name for member in stay] == [0, 2] and all(member.size == 2 for member in stay)
     peers[dying].take_back()
-    new = Peer(lighthouse, 3, KINDS[kind], model=mixed_model(seed=5))
+    new = make(lighthouse, 3, KINDS[kind], model=mixed_model(seed=5))
     peers[new.member] = new
 
     def body(member):
@@ -177,9 +229,10 @@ def test_a_peer_dies_and_another_joins(kind, place):
     assert new.member.size == 3
 
 
-def test_a_peer_that_missed_rounds_keeps_its_own_progress():
+@pytest.mark.parametrize("make", [Peer, Averaged])
+def test_a_peer_that_missed_rounds_keeps_its_own_progress(make):
     """It stood still while the others went on."""
-    lighthouse, peers = begin("quantized")
+    lighthouse, peers = begin("quantized", peer=make)
     slow = peers[next(iter(peers))]
     others = [member for member in peers if member is not slow.member]
     lighthouse.run(list(peers), lambda member: peers[member].train_until(3))
@@ -222,3 +275,131 @@ def test_a_peer_of_fewer_steps_counts_equally():
     ]
     want += sum(total) / 2
     torch.testing.assert_close(first.common()[0].double() - before, want, rtol=0, atol=1e-5)
+
+
+# Optimizers on averaged gradients.
+
+
+def check_same(everyone):
+    """All peers had the same weights and states of optimizers on averaged gradients after each round."""
+    rounds = sorted({step for peer in everyone for step in peer.seen})
+    for step in rounds:
+        first, *others = (peer.seen[step] for peer in everyone if step in peer.seen)
+        assert all(len(first) == len(other) for other in others), step
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)), step
+    assert len(rounds) > 4
+
+
+@pytest.mark.parametrize(("kind", "options"), [*((kind, {}) for kind in KINDS), ("quantized", IN_FLIGHT)], ids=str)
+@pytest.mark.parametrize("fault", [("lost", 0), ("lost", 1), ("unsure", None)], ids=str)
+def test_no_gradient_is_lost_or_counted_twice_where_rounds_fail(kind, options, fault):
+    lighthouse, peers = begin(kind, peer=Averaged, **options)
+    next(iter(peers)).faults = {3: fault, 4: fault, 7: fault}
+    stay = lighthouse.run(list(peers), lambda member: peers[member].train_until(9))
+    everyone = list(peers.values())
+    assert len(stay) == 3
+    check_same(everyone)
+    check_equal(everyone)
+    check_conserved(everyone)
+
+
+def adamw(peer, steps=20):
+    """An optimizer whose steps depend on its state, and on a rate that falls with the peer's own steps."""
+    optimizer = peer.by_averages
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+
+
+@pytest.mark.parametrize("options", [{}, IN_FLIGHT], ids=str)
+@pytest.mark.parametrize("fault", [("lost", 1), ("unsure", None)], ids=str)
+@pytest.mark.parametrize("joins", [False, True])
+def test_states_travel_to_peers_that_missed_rounds_or_join(options, fault, joins):
+    """Also if users let the Manager heal their model only, and where rates differ between peers."""
+    made = dict(make=partial(torch.optim.AdamW, lr=0.01), **options)
+    lighthouse, peers = begin("quantized", peer=Averaged, **made)
+    for peer in peers.values():
+        adamw(peer)
+    dying = list(peers)[1]
+    next(iter(peers)).faults = {2: fault, 3: fault}
+    stay = lighthouse.run(list(peers), lambda member: peers[member].train_until(6))
+    slow, *others = stay
+    dying.faults = {dying.attempts + 2: ("dies", None)} if joins else {}
+    # It stood still while the others went on.
+    others = lighthouse.run(others, lambda member: peers[member].train_until(9))
+    assert (dying in others) != joins
+    if joins:
+        new = Averaged(lighthouse, 3, KINDS["quantized"], model=mixed_model(seed=5), **made)
+        adamw(new)
+        peers[new.member] = new
+
+    def body(member):
+        if joins and member is new.member:
+            new.join()
+        peers[member].train_until(13)
+
+    lighthouse.run([slow, *others, *([new.member] if joins else [])], body)
+    everyone = list(peers.values())
+    check_same(everyone)
+    at_the_end = [peer for peer in everyone if 13 in peer.seen]
+    assert len(at_the_end) == 3
+    assert not any(leaf.isnan().any() for leaf in everyone[0].seen[13])
+    counts = {float(state["step"]) for peer in at_the_end for state in peer.by_averages.state.values()}
+    assert len(counts) == 1 and counts.pop() > 13
+
+
+def test_the_mean_gradient_and_rate_are_of_all_calls():
+    """Of peers that have taken unequally many."""
+    lighthouse, peers = begin("dense", count=2, peer=Averaged)
+    first, second = peers.values()
+    second.local.period = 6
+    second.by_averages.param_groups[0]["lr"] = 0.2
+    before = first.common()[1].clone()
+    sums = []
+    for peer in (first, second):
+        peer.local_step_plain = peer.local_step
+        peer.local_step = lambda step, peer=peer: (peer.local_step_plain(step), sums.append(grad_of(peer)))
+    lighthouse.run(list(peers), lambda member: peers[member].train_until(2))
+    assert len(sums) == 8
+    want = before - (2 * 0.1 + 6 * 0.2) / 2 * sum(sums) / 8
+    for peer in (first, second):
+        torch.testing.assert_close(peer.common()[1], want, rtol=1e-5, atol=1e-6)
+
+
+def grad_of(peer):
+    return [*peer.model.parameters()][1].grad.clone()
+
+
+def test_a_state_in_flight_is_loaded_by_another_peer():
+    made = dict(make=partial(torch.optim.AdamW, lr=0.01), **IN_FLIGHT)
+    lighthouse, peers = begin("quantized", peer=Averaged, count=1, **made)
+    (peer,) = peers.values()
+    lighthouse.run(list(peers), lambda member: peer.train_until(4))
+    saved = copy.deepcopy(peer.saved())
+    peer.local_step(peer.steps)
+    again, fresh = begin("quantized", peer=Averaged, count=1, **made)
+    (other,) = fresh.values()
+    other.resume(saved)
+    assert all(torch.equal(a, b) for a, b in zip(peer.common(), other.common(), strict=True))
+    again.run(list(fresh), lambda member: other.train_until(6))
+
+
+def test_a_peer_that_joins_has_the_weights_of_the_others_and_no_gradients_of_its_own():
+    """Also if the Manager heals nothing but the compressor, and before each fragment has had its turn."""
+    options = dict(make=partial(torch.optim.AdamW, lr=0.01), period=4, fragments=2)
+    lighthouse, peers = begin("quantized", count=2, peer=Averaged, **options)
+    lighthouse.run(list(peers), lambda member: peers[member].train_until(6))
+    new = Averaged(lighthouse, 3, KINDS["quantized"], model=mixed_model(seed=5), **options)
+    new.member.load_user = lambda state: None
+    peers[new.member] = new
+    new.local_step(0)
+    assert any(w.sums.any() for w in new.summed())
+
+    def body(member):
+        if member is new.member:
+            new.join()
+            for w in new.summed():
+                assert torch.equal(w.own, w.common) and not w.sums.any(), w.name
+        peers[member].train_until(9)
+
+    lighthouse.run(list(peers), body)
+    check_same(list(peers.values()))

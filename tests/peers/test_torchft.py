@@ -37,9 +37,13 @@ def check(fleet, lost=2):
 
 
 @pytest.mark.parametrize("point", ["exchange", "voted"])
-@pytest.mark.parametrize("recipe", ["low_bit", pytest.param("diloco", marks=pytest.mark.slow)])
-def test_a_peer_dies_in_a_round_and_another_one_takes_its_place(point, recipe):
-    with Fleet(rounds=10**6, pause=0.05, recipe=recipe) as fleet:
+@pytest.mark.parametrize(
+    "settings",
+    [{"recipe": "low_bit"}, {"averaged": True}, pytest.param({"recipe": "diloco"}, marks=pytest.mark.slow)],
+    ids=lambda settings: "".join(map(str, settings.values())),
+)
+def test_a_peer_dies_in_a_round_and_another_one_takes_its_place(point, settings):
+    with Fleet(rounds=10**6, pause=0.05, **settings) as fleet:
         fleet.add(3)
         fleet.wait_for_rounds(3, 90)
         victim = fleet.peers[1]
@@ -50,6 +54,9 @@ def test_a_peer_dies_in_a_round_and_another_one_takes_its_place(point, recipe):
         fleet.wait(lambda: new.events("round"), 90, "a round of the new peer")
         fleet.wait_for_rounds(2, 60)
         assert new.events("round")[-1]["peers"] == 3
+        assert all(
+            peer.events("round")[-1]["states"] == 3 * fleet.settings.get("averaged", False) for peer in fleet.peers
+        )
         check(fleet)
 
 

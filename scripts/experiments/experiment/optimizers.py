@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **settings: float) -> None:
-        super().__init__(groups, settings)
+        super().__init__(groups, {"dampening": 0.0, **settings})  # the momentum is a sum, as SGD's
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
