@@ -213,7 +213,7 @@ case $experiment in
     gpt quantized@8bits 3e-3,6e-3,1e-2 "" "$half --bits 8"
     gpt powersgd@2 3e-3,6e-3,1e-2 "" "$half --rank 2"
     gpt fp16@local-25 3e-3,6e-3,1e-2 "" "--local-steps 25"
-    gpt none@diloco-50 3e-3,6e-3,1e-2 "" "$diloco"
+    gpt none@diloco-50 1.5e-3,3e-3,6e-3,1e-2 "" "$diloco"
     report "$out"
     ;;
   gpt-muon)
@@ -236,7 +236,7 @@ case $experiment in
     optimizer=muon gpt quantized@delay 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --delay 1)"
     optimizer=muon gpt quantized@fragments 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3)"
     optimizer=muon gpt topk@sparseloco 2e-3,3e-3,6e-3 1/45 "--dense-values fp16 --local-steps 10 --unsent buffer --buffer-decay 0.95"
-    optimizer=muon gpt none@muloco-45 3e-3,6e-3 "" "--local-steps 45 --outer-lr 0.7 --outer-momentum 0.6"
+    optimizer=muon gpt none@muloco-45 1.5e-3,3e-3,6e-3 "" "--local-steps 45 --outer-lr 0.7 --outer-momentum 0.6"
     gpt quantized@adamw-45 3e-3,6e-3 "" "$(few_bits 3 2)"
     report "$out"
     ;;
