@@ -24,7 +24,7 @@
 #   exchange-bits    gradients in 8 and 4 bits, and fp16, on DDP
 #   exchange-share   how much of the time is computing, on links of 5 Gbit/s to 50 Mbit/s, and with a delay, ten times slowed down
 # Time to an accuracy, on four hosts with slow links (root, DATA_DIR): race-resnet20, race-vgg11. Others:
-#   growth           time and memory as network and ranks grow
+#   growth           time and memory as network and ranks grow  memory         what every method holds, and its peak
 #   gradients        errors against bits, on recorded gradients and differences of weights (DATA_DIR)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -32,7 +32,7 @@ experiment=${1:-}
 case $experiment in
   cifar10* | vit* | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
-  digits* | gpt-* | exchange* | growth) out=${2:-docs/results/$experiment} ;;
+  digits* | gpt-* | exchange* | growth | memory) out=${2:-docs/results/$experiment} ;;
   *) sed -n '2,28s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
@@ -413,6 +413,9 @@ case $experiment in
     ;;
   growth)
     "$python" scripts/lab/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/runs.jsonl/entries"
+    ;;
+  memory)
+    "$python" scripts/lab/bench_memory.py --json "$out/runs.jsonl/memory" --page "$out/table.md"
     ;;
   race-*)
     # IWP also with four or five times as many bytes. Settings are those that short trials found fastest; for vgg11 the ring,

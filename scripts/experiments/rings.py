@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 def _on_the_ring(method: str, config: Result) -> bool:
     """Tells whether a method's values go over the ring of ``CodedRing``."""
-    kind = re.sub(r"^(ddp-)?(hvd-)?", "", method).partition("@")[0]
+    kind = re.sub(r"^(ddp-)?(hvd-)?", "", method).partition("@")[0].lower()
     gathers = "gather" in method or config.get("exchange") == "gather"
     of_its_own = kind in ("quantized", "low_bit") or (kind == "demo" and not config.get("values"))
     coded = re.match(r"(lloyd|range)\d+$", str(config.get("values")))

@@ -91,6 +91,13 @@ def of_rows(experiment: str, rate: str, method: str, key: str = "step_ms", scale
     return Source(f"{experiment}: {method} at {rate}", found[0][key] * scale, (Row(experiment, found[1], method),))
 
 
+def memory(method: str, key: str) -> Source:
+    """Returns bytes a parameter, "held" or at the "peak", on 4 ranks with 25 M parameters."""
+    run = figures.read(figures.RESULTS, "memory")["memory"]
+    (found,) = [row for row in run["rows"] if (row["method"], row["millions"], row["ranks"]) == (method, 25, 4)]
+    return Source(f"memory: {method}", found[key], (Row("memory", run, method),))
+
+
 def times(one: Source, other: Source) -> Source:
     """Returns how many times the second fits into the first."""
     return Source(f"{one.runs} / {other.runs}", one.value / other.value, one.of + other.of)
@@ -145,6 +152,29 @@ HSDP = {
     "low_bit": "`recipes.low_bit`, SGD (ring A)",
 }
 
+#: How the rows of methods end in the table of methods.md, before their memory; of the second ones, with and without
+#: momentum.
+MEMORY = {
+    "low_bit": "in 2 bits, with error feedback | no | 2",
+    "diloco": "in float32 | no | 2",
+    "sparseloco": "differences of weights | yes | 2",
+    "Quantized": "(measured: 4), with error feedback | no | 2",
+    "DeMo": "rank's momentum | no | 3",
+    "PowerSGD": "gradient matrix | no | 4",
+    "DGC": "the same, with momentum | yes | 2",
+    "QSGD": "rounded at random | yes | 2",
+    "TernGrad": "0 or s | slightly | 3",
+    "NoCompression": "or float16 | no | 2",
+}
+MEMORY_WITH_MOMENTUM = {
+    "IWP": "random leaders | no | 3",
+    "FFT": "Fourier coefficients | no | 3",
+    "MIPD": "to be significant; no indices | no | 3",
+    "SlimDP": "random others; no indices | no | 3",
+    "MP2": "predicts the others; no indices | no | 3",
+    "TopK": "own largest entries | yes | 2",
+}
+
 ONCE = [simulated(ranks=16, rate=6e-3, task=task, averages="once") for task in ("gpt", "gpt-adamw")]
 
 #: Page, words in which {} stands for the figure and … for any other one, source.
@@ -162,6 +192,22 @@ STATED: list[tuple[str, str, Source]] = [
     ("README", "0.8428, dense {}", CIFAR),
     ("README", "| `low_bit` | {} |", fewer("gpt-muon", "quantized@45-6e-3-0")),
     ("README", "mean_bits=2` | {} |", fewer("gpt-muon", "quantized@170-4.5e-3-0")),
+    ("README", "**Memory**: {} bytes a parameter", memory("low_bit", "peak")),
+    *(
+        ("methods", f"{words} | {cells} |", memory(name, key))
+        for name, words in MEMORY.items()
+        for key, cells in (("held", "{} | …"), ("peak", "… | {}"))
+    ),
+    *(
+        ("methods", f"{words} | {cells} |", memory(name + momentum, key))
+        for name, words in MEMORY_WITH_MOMENTUM.items()
+        for momentum, key, cells in (
+            ("", "held", "{} (…) | … (…)"),
+            (", momentum", "held", "… ({}) | … (…)"),
+            ("", "peak", "… (…) | {} (…)"),
+            (", momentum", "peak", "… (…) | … ({})"),
+        )
+    ),
     ("choosing", "bits per byte {} % above dense Muon", over(RECIPE, RECIPE_DENSE)),
     ("choosing", "above dense Muon, {} % below dense AdamW", below(RECIPE, ADAMW)),
     ("choosing", "accuracy {}, dense 0.885", TUNED),
@@ -341,7 +387,7 @@ def page(name: str) -> str:
 def checked() -> Iterator[tuple[str, str, str, Source]]:
     """The page, words, printed figure ("" if the page does not have the words) and source of each."""
     for name, words, source in STATED:
-        pattern = re.escape(words).replace("…", r"[\d,]+").replace(r"\{\}", r"(\d[\d.,]*)")
+        pattern = re.escape(words).replace("…", r"[\d.,]+").replace(r"\{\}", r"(\d[\d.,]*)")
         found = re.search(pattern, page(name))
         yield name, words, found[1].rstrip(",.") if found else "", source
 
