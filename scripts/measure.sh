@@ -237,7 +237,7 @@ case $experiment in
     optimizer=muon gpt quantized@fragments 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3)"
     optimizer=muon gpt topk@sparseloco 2e-3,3e-3,6e-3 1/45 "--dense-values fp16 --local-steps 10 --unsent buffer --buffer-decay 0.95"
     optimizer=muon gpt none@muloco-45 1.5e-3,3e-3,6e-3 "" "--local-steps 45 --outer-lr 0.7 --outer-momentum 0.6"
-    gpt quantized@adamw-45 3e-3,6e-3 "" "$(few_bits 3 2)"
+    gpt quantized@adamw-45 1.5e-3,3e-3,6e-3 "" "$(few_bits 3 2)"
     report "$out"
     ;;
   gpt-recipe)
@@ -415,7 +415,7 @@ case $experiment in
     "$python" scripts/lab/bench_growth.py --millions 1,10,100 --ranks 4 --json "$out/runs.jsonl/entries"
     ;;
   memory)
-    "$python" scripts/lab/bench_memory.py --json "$out/runs.jsonl/memory" --page "$out/table.md"
+    "$python" scripts/lab/bench_memory.py --out "$out"
     ;;
   race-*)
     # IWP also with four or five times as many bytes. Settings are those that short trials found fastest; for vgg11 the ring,

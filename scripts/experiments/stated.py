@@ -93,8 +93,8 @@ def of_rows(experiment: str, rate: str, method: str, key: str = "step_ms", scale
 
 def memory(method: str, key: str) -> Source:
     """Returns bytes a parameter, "held" or at the "peak", on 4 ranks with 25 M parameters."""
-    run = figures.read(figures.RESULTS, "memory")["memory"]
-    (found,) = [row for row in run["rows"] if (row["method"], row["millions"], row["ranks"]) == (method, 25, 4)]
+    run = figures.read(figures.RESULTS, "memory")[method]
+    (found,) = [row for row in run["rows"] if (row["millions"], row["ranks"]) == (25, 4)]
     return Source(f"memory: {method}", found[key], (Row("memory", run, method),))
 
 
@@ -184,7 +184,7 @@ STATED: list[tuple[str, str, Source]] = [
     ("README", "dense 1.861: +{} %", over(RECIPE, RECIPE_DENSE)),
     ("README", "+{} %, +5.9 %", over(RANKS_16, DENSE)),
     ("README", "+3.3 %, +{} %", over(RANKS_32, DENSE)),
-    ("README", "+{} % (ring A); DeMo in", over(ADAMW_LOCAL, ADAMW)),
+    ("README", "+{} %; DeMo in", over(ADAMW_LOCAL, ADAMW)),
     ("README", "place -{} %", below(DEMO, ADAMW)),
     ("README", "accuracy {}, dense 0.885", TUNED),
     ("README", "0.886, dense {}", TUNED_DENSE),
@@ -192,7 +192,7 @@ STATED: list[tuple[str, str, Source]] = [
     ("README", "0.8428, dense {}", CIFAR),
     ("README", "| `low_bit` | {} |", fewer("gpt-muon", "quantized@45-6e-3-0")),
     ("README", "mean_bits=2` | {} |", fewer("gpt-muon", "quantized@170-4.5e-3-0")),
-    ("README", "**Memory**: {} bytes a parameter", memory("low_bit", "peak")),
+    ("README", "**Memory** besides weights and gradients: {} bytes", memory("low_bit", "peak")),
     *(
         ("methods", f"{words} | {cells} |", memory(name, key))
         for name, words in MEMORY.items()
@@ -213,8 +213,8 @@ STATED: list[tuple[str, str, Source]] = [
     ("choosing", "accuracy {}, dense 0.885", TUNED),
     ("choosing", "accuracy 0.886, dense {} (ring A) |", TUNED_DENSE),
     ("choosing", "DeMo {} % below dense AdamW", below(DEMO, ADAMW)),
-    ("choosing", "GPT: {} % above dense AdamW (ring A); 0.6 %", over(ADAMW_LOCAL, ADAMW)),
-    ("choosing", "above dense AdamW (ring A); {} % (one seed)", over(ADAMW_8, ADAMW)),
+    ("choosing", "GPT: {} % above dense AdamW; 0.6 %", over(ADAMW_LOCAL, ADAMW)),
+    ("choosing", "above dense AdamW; {} % (one seed each)", over(ADAMW_8, ADAMW)),
     ("choosing", "10 epochs: {}, dense 0.8410 (ring A) |", CIFAR_DEMO),
     ("choosing", "4 epochs: {}, dense", quality("cifar10-budgets", "64-iwp-lanes4")),
     ("choosing", "0.7620, dense {};", quality("cifar10-budgets", "none")),
@@ -299,7 +299,8 @@ STATED: list[tuple[str, str, Source]] = [
             ("| AdamW, dense | 1 | {} (", "gpt-adamw", "none-6e-3"),
             ("gradients, 8 bits | 4 | {} |", "gpt-adamw", "quantized@8bits-6e-3"),
             ("gradients, 4 bits | 8 | {} |", "gpt-adamw", "quantized@4bits-3e-3"),
-            ("2 bits (ring A) | 47 | {} |", "gpt-muon", "quantized@adamw-45-3e-3"),
+            ("AdamW, 3 local steps, Quantized, 2 bits | 47 | {} |", "gpt-muon", "quantized@adamw-45-3e-3"),
+            ("18 % | 3e-3 (1.5e-3: {}) |", "gpt-muon", "quantized@adamw-45-1.5e-3"),
             ("| FFT | {} | 2.684", "gpt-adamw", "fft-1of8-3e-3"),
             ("| FFT | 2.330 | {} |", "gpt-adamw", "fft-1of16-1.5e-3"),
             ("| FFT | 2.330 | 2.684 | {} |", "gpt-adamw", "fft-1of64-3e-3"),

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What every method and recipe holds in memory beside weights and gradients, in bytes a parameter.
 
-    bench_memory.py                      all of them, 2 and 4 ranks, 4 and 25 M parameters
-    bench_memory.py --methods "low_bit;Quantized" --millions 25 --ranks 4
+    bench_memory.py --out docs/results/memory       all of them, 2 and 4 ranks, 4 and 25 M parameters
+    bench_memory.py --out docs/results/memory --methods "low_bit;Quantized"       these again, among the others
 
 "held" is between steps, or with local steps between exchanges, "peak" within one: resident memory, as bench_growth.py
 and bench_round.py measure it, whose simulated ranks stand for the others. What these send is in the peak, as on real
@@ -13,7 +13,7 @@ ranks. "NAME, momentum" has the momentum in the compressor. All are as by defaul
 import multiprocessing
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import table
 import torch
 from experiment import metrics
 from experiment.files import script_parser
-from experiment.result_file import run_path, write_run
+from experiment.result_file import read_runs, write_run
 
 import hvd_compress
 
@@ -76,7 +76,7 @@ def _measure(name: str, millions: int, ranks: int) -> dict[str, Any]:
     return {"method": name, "millions": millions, "ranks": ranks, "held": held, "peak": peak}
 
 
-def page(rows: Sequence[dict[str, Any]]) -> str:
+def page(rows: Iterable[dict[str, Any]]) -> str:
     """The Markdown table of all rows, with its heading."""
     shown = dict[str, dict[str, str]]()
     for row in rows:
@@ -96,19 +96,19 @@ def main() -> int:
     parser.add_argument("--methods", type=names, default=KNOWN, help=f"by default all: {'; '.join(KNOWN)}")
     parser.add_argument("--millions", type=counts, default=[4, 25], help="of parameters")
     parser.add_argument("--ranks", type=counts, default=[2, 4])
-    parser.add_argument("--json", type=run_path, metavar="FILE.jsonl/NAME")
-    parser.add_argument("--page", type=Path, metavar="FILE.md")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="of runs.jsonl and table.md")
     args = parser.parse_args()
     if unknown := set(args.methods) - set(KNOWN):
         parser.error(f"unknown: {'; '.join(sorted(unknown))}; known are {'; '.join(KNOWN)}")
-    rows = list[dict[str, Any]]()
-    for row in measured(args.methods, args.millions, args.ranks):
-        rows.append(row)
-        print(*row.values(), file=sys.stderr)
-    print(page(rows))
-    if args.page:
-        args.page.write_text(page(rows))
-    write_run(args.json, {"config": metrics.environment(), "rows": rows})
+    found = list[dict[str, Any]]()
+    for name in args.methods:
+        found += (rows := list(measured([name], args.millions, args.ranks)))
+        if args.out:
+            write_run(args.out / "runs.jsonl" / name, {"config": metrics.environment(), "rows": rows})
+    print(page(found))
+    if args.out:
+        runs = read_runs(args.out / "runs.jsonl").values()
+        (args.out / "table.md").write_text(page(row for run in runs for row in run["rows"]))
     return 0
 
 

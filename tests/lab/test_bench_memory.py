@@ -1,4 +1,6 @@
-"""scripts/lab/bench_memory.py: what it measures is what `hvd-compress estimate` and docs/methods.md state."""
+"""scripts/lab/bench_memory.py: `hvd-compress estimate` states what it measures, and its table is of its runs."""
+
+from pathlib import Path
 
 import bench_memory
 import pytest
@@ -22,3 +24,10 @@ def test_estimate_knows_the_memory_of_a_method(name):
     estimated = memory(model, Network(1e9, 0.0), name, one, METHODS[name].local_steps) / model.compressed
     assert MEMORY[name][0] == pytest.approx(found["held"], rel=0.05), found
     assert estimated == pytest.approx(found["peak"], rel=0.3), found
+
+
+def test_the_table_is_of_the_runs():
+    folder = Path(__file__).resolve().parents[2] / "docs" / "results" / "memory"
+    runs = bench_memory.read_runs(folder / "runs.jsonl")
+    assert tuple(runs) == bench_memory.KNOWN
+    assert bench_memory.page(row for run in runs.values() for row in run["rows"]) == (folder / "table.md").read_text()
