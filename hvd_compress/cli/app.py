@@ -171,6 +171,8 @@ def estimate(
     where = f"{ranks} ranks" + (f" on {nodes} nodes" if ranks_per_node > 1 else "")
     console.print(f"{model}: {parameters:,} parameters, {where}, {bandwidth}, round trip {round_trip}, {optimizer}")
     console.print(table)
+    megabytes = ", ".join(f"{one.method} {one.memory / 1e6:,.0f}" for one in found if one.memory)
+    console.print(f"MB of memory on a rank, beside weights and gradients: {megabytes}", highlight=False)
     if ranks_per_node > 1:
         milliseconds = 1e3 * max(one.inside for one in found)
         console.print(f"A step of a method spends {milliseconds:,.1f} ms of its exchange inside the nodes.")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..methods.base import Compressor
 from .kernels import Measured
-from .methods import ADVISED, BASELINES, METHODS, Shape, is_compressed
+from .methods import ADVISED, BASELINES, MEMORY, METHODS, Shape, is_compressed
 from .network import Network
 
 #: The default bucket_mb, in bytes.
@@ -31,7 +31,8 @@ class Estimate:
     exchange beyond it, and of a step. ``break_even``: the bandwidth in bits per second below which the method beats
     dense and fp16; 0 if it never does, infinity if it does at every bandwidth, None for dense and fp16. ``allowed``:
     whether it trains well with the optimizer. ``inside``: seconds inside a host, a part of the exchange. ``trips``:
-    messages between hosts that an exchange waits for, one after the other.
+    messages between hosts that an exchange waits for, one after the other. ``memory``: bytes that a
+    rank takes within an exchange, beside weights and gradients.
     """
 
     method: str
@@ -44,6 +45,7 @@ class Estimate:
     inside: float = 0.0
     local_steps: int = 1
     trips: int = 0
+    memory: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,14 @@ def inside_seconds(model: Model, network: Network, local_steps: int) -> float:
     """The time inside a host in a step: of its exchange, and with local steps of the sum of gradients in every step."""
     inside = network.inside(model.compressed)
     return inside if local_steps == 1 else inside * (1 + 1 / local_steps)
+
+
+def memory(model: Model, network: Network, method: str, one: Measured, local_steps: int) -> float:
+    """The bytes that a rank takes within an exchange, beside weights and gradients: of its part of the node's entries,
+    of one bucket, and what it gathers. Local steps of a method that takes none by default hold the common weights."""
+    known, entries, (held, more) = METHODS[method], model.compressed / network.per_node, MEMORY[method]
+    common = 4 if known.local_steps == 1 < local_steps else 0
+    return entries * (held + common) + min(entries, BUCKET / 4) * more + known.gathers * one.bytes
 
 
 def estimates(
@@ -120,6 +130,7 @@ def estimates(
             inside=inside_seconds(model, on, period),
             local_steps=period,
             trips=measured[method].trips,
+            memory=memory(model, on, method, measured[method], period),
         )
 
     advised = ADVISED[optimizer]

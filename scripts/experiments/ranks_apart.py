@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from experiment.files import script_parser
+from experiment.metrics import git_commit
 from experiment.text import SHAKESPEARE, STORED_LIBRARY, store_library
 from simulation.setting import TASKS, Setting
 from simulation.tables import TABLES, Runs
@@ -50,7 +51,8 @@ def read(file: Path) -> Runs:
 
 
 def store(file: Path, setting: Setting, loss: float, **facts: str | float) -> None:
-    """Appends a line, with facts of the machine; processes may write to one file."""
+    """Appends a line, with the commit and facts of the machine; processes may write to one file."""
+    facts |= {"git_commit": git_commit() or ""}
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as opened:
         opened.write(json.dumps({"setting": asdict(setting), TASKS[setting.task].metric: loss, **facts}) + "\n")

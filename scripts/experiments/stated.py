@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """List the figures that README and the pages state, each with the stored runs it is from and what these give.
 
-    stated.py       a line each; the exit status is 1 if one is not what was measured (tests/docs/test_stated.py)
+    stated.py           a line each; the exit status is 1 if one is not what was measured (tests/docs/test_stated.py)
+    stated.py --write   docs/results/stated.md: the same with the ring and the day of the newest code that it is from
 
 Other figures of simulations are compared with docs/results/ranks-apart, tables that scripts write with these
 scripts, by other tests. "Printed only" on a page says that there is no file.
@@ -10,71 +11,121 @@ scripts, by other tests. "Printed only" on a page says that there is no file.
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import figures
 import ranks_apart
+import table
 from experiment.files import script_parser
+from experiment.result_file import Result, read_lines
+from rings import Row
 from simulation.setting import Setting
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = figures.RESULTS / "stated.md"
+HEAD = """# Figures that the pages state
+
+Each with the stored runs that it is from, the ring on which they exchanged (nothing where they used none), and the day
+of their code, the newest of several commits. Written by `.venv/bin/python scripts/experiments/stated.py --write`.
+
+"""
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     """Stored runs, and what they give."""
 
     runs: str
     value: float
+    of: tuple[Row, ...] = field(default=(), repr=False)
+
+    @property
+    def ring(self) -> str:
+        """The rings of the runs, as "A" or "A, C"."""
+        return ", ".join(sorted({row.ring for row in self.of} - {""}))
+
+    @property
+    def date(self) -> str:
+        """The day of the newest code."""
+        return max(row.date for row in self.of)
 
 
 def quality(experiment: str, *names: str) -> Source:
     """Returns the mean over runs and their seeds: NAME, or NAME-0, NAME-1, NAME-2; OTHER/NAME of another experiment."""
-    found = []
-    for name in names:
-        folder, _, name = name.rpartition("/")
+    rows = list[Row]()
+    for given in names:
+        folder, _, name = given.rpartition("/")
         runs = figures.read(figures.RESULTS, folder or experiment)
         seeds = [run for key, run in runs.items() if key in (name, *(f"{name}-{seed}" for seed in range(3)))]
-        found += [run.get("test_bits_per_byte", run.get("test_accuracy")) for run in seeds]
-    return Source(f"{experiment}: {', '.join(names)}, {len(found)} runs", sum(found) / len(found))
+        rows += [_row(folder or experiment, run) for run in seeds]
+    found = [row.run.get("test_bits_per_byte", row.run.get("test_accuracy")) for row in rows]
+    return Source(
+        f"{experiment}: {', '.join(names)}, {len(found)} run{'s' * (len(found) > 1)}",
+        sum(found) / len(found),
+        tuple(rows),
+    )
 
 
 def over(one: Source, other: Source) -> Source:
     """Returns by how many per cent the first is larger."""
-    return Source(f"{one.runs}, over {other.runs}", 100 * (one.value / other.value - 1))
+    return Source(f"{one.runs}, over {other.runs}", 100 * (one.value / other.value - 1), one.of + other.of)
 
 
 def below(one: Source, other: Source) -> Source:
     """Returns by how many per cent the first is smaller."""
-    return Source(f"{one.runs}, below {other.runs}", 100 * (1 - one.value / other.value))
+    return Source(f"{one.runs}, below {other.runs}", 100 * (1 - one.value / other.value), one.of + other.of)
 
 
 def fewer(experiment: str, name: str) -> Source:
     """Returns how many times fewer bytes a run sent."""
     run = figures.read(figures.RESULTS, experiment)[name]
-    return Source(f"{experiment}: {name}", run["wire_ratio"])
+    return Source(f"{experiment}: {name}", run["wire_ratio"], (_row(experiment, run),))
 
 
-def step(experiment: str, rate: str, method: str) -> Source:
-    """Returns milliseconds."""
+def of_rows(experiment: str, rate: str, method: str, key: str = "step_ms", scale: float = 1.0) -> Source:
+    """Returns a figure of the row of a link and a method: milliseconds, or another one."""
     runs = figures.read(figures.RESULTS, experiment).values()
-    (found,) = [row["step_ms"] for run in runs for row in run["rows"] if (row["rate"], row["method"]) == (rate, method)]
-    return Source(f"{experiment}: {method} at {rate}", found)
+    (found,) = [(row, run) for run in runs for row in run["rows"] if (row["rate"], row["method"]) == (rate, method)]
+    return Source(f"{experiment}: {method} at {rate}", found[0][key] * scale, (Row(experiment, found[1], method),))
+
+
+def memory(method: str, key: str) -> Source:
+    """Returns bytes a parameter, "held" or at the "peak", on 4 ranks with 25 M parameters."""
+    run = figures.read(figures.RESULTS, "memory")[method]
+    (found,) = [row for row in run["rows"] if (row["millions"], row["ranks"]) == (25, 4)]
+    return Source(f"memory: {method}", found[key], (Row("memory", run, method),))
 
 
 def times(one: Source, other: Source) -> Source:
     """Returns how many times the second fits into the first."""
-    return Source(f"{one.runs} / {other.runs}", one.value / other.value)
+    return Source(f"{one.runs} / {other.runs}", one.value / other.value, one.of + other.of)
 
 
 def race(place: str, method: str) -> Source:
     """Returns seconds."""
-    return Source(f"race of {place}: {method}", figures.races(figures.RESULTS).loc[place.replace(", ", "\n"), method])
+    target, link = place.split(", ")
+    (experiment,) = [folder for folder, (about, _) in figures.RACES.items() if about == target]
+    rate, name = (_key(labels, label) for labels, label in ((figures.LINKS, link), (figures.RACERS, method)))
+    run = figures.read(figures.RESULTS, experiment)[f"{rate}-{name}-mpi"]
+    seconds = figures.races(figures.RESULTS).loc[f"{target}\n{link}", method]
+    return Source(f"race of {place}: {method}", seconds, (_row(experiment, run),))
 
 
 def simulated(**setting: Any) -> Source:
     """Returns the loss of a simulation of ranks_apart.py."""
-    return Source(f"ranks-apart: {setting}", ranks_apart.read(ranks_apart.FILE)[Setting(**setting)])
+    loss = ranks_apart.read(ranks_apart.FILE)[Setting(**setting)]
+    runs = [run for run in read_lines(ranks_apart.FILE) if Setting(**run["setting"]) == Setting(**setting)]
+    return Source(f"ranks-apart: {setting}", loss, tuple(Row("ranks-apart", run, "") for run in runs))
+
+
+def _row(experiment: str, run: Result) -> Row:
+    return Row(experiment, run, run["config"]["compression"])
+
+
+def _key(labels: dict[str, str], label: str) -> str:
+    return next(key for key, found in labels.items() if found == label)
 
 
 DENSE, ADAMW = quality("gpt-muon", "none@muon-3e-3"), quality("gpt-adamw", "none-6e-3")
@@ -88,13 +139,45 @@ DEMO = quality("demo-ring", "demo-matrices-1of45-6e-3")
 TUNED, TUNED_DENSE = quality("gpt-tune", "quantized@local-3e-3"), quality("gpt-tune", "none-3e-3")
 CIFAR = quality("cifar10-signs/10", "none-0.3", "cifar10/none")
 CIFAR_DEMO = quality("cifar10-signs/10", "demo@orthogonal-1of64-6e-3")
-FP16 = {rate: step("exchange-pause", rate, "fp16") for rate in ("10gbit", "1gbit", "100mbit")}
-FEW = {rate: step("exchange-pause", rate, "ddp-quantized@few") for rate in FP16}
-LATE = {rate: step("exchange-pause", rate, "ddp-quantized@late") for rate in FP16}
+FP16 = {rate: of_rows("exchange-pause", rate, "fp16") for rate in ("10gbit", "1gbit", "100mbit")}
+FEW = {rate: of_rows("exchange-pause", rate, "ddp-quantized@few") for rate in FP16}
+LATE = {rate: of_rows("exchange-pause", rate, "ddp-quantized@late") for rate in FP16}
+
+#: Methods of exchange-hsdp, and how the page calls them.
+HSDP = {
+    "native": "native",
+    "native-bf16": "native, reduced in bfloat16",
+    "demo": "DeMo (ring A)",
+    "iwp": "IWP",
+    "low_bit": "`recipes.low_bit`, SGD (ring A)",
+}
+
+#: How the rows of methods end in the table of methods.md, before their memory; of the second ones, with and without
+#: momentum.
+MEMORY = {
+    "low_bit": "in 2 bits, with error feedback | no | 2",
+    "diloco": "in float32 | no | 2",
+    "sparseloco": "differences of weights | yes | 2",
+    "Quantized": "(measured: 4), with error feedback | no | 2",
+    "DeMo": "rank's momentum | no | 3",
+    "PowerSGD": "gradient matrix | no | 4",
+    "DGC": "the same, with momentum | yes | 2",
+    "QSGD": "rounded at random | yes | 2",
+    "TernGrad": "0 or s | slightly | 3",
+    "NoCompression": "or float16 | no | 2",
+}
+MEMORY_WITH_MOMENTUM = {
+    "IWP": "random leaders | no | 3",
+    "FFT": "Fourier coefficients | no | 3",
+    "MIPD": "to be significant; no indices | no | 3",
+    "SlimDP": "random others; no indices | no | 3",
+    "MP2": "predicts the others; no indices | no | 3",
+    "TopK": "own largest entries | yes | 2",
+}
 
 ONCE = [simulated(ranks=16, rate=6e-3, task=task, averages="once") for task in ("gpt", "gpt-adamw")]
 
-#: Page, words in which {} stands for the figure, source.
+#: Page, words in which {} stands for the figure and … for any other one, source.
 STATED: list[tuple[str, str, Source]] = [
     ("README", "bits per byte {}, dense", RECIPE),
     ("README", "dense {}: +", RECIPE_DENSE),
@@ -109,14 +192,30 @@ STATED: list[tuple[str, str, Source]] = [
     ("README", "0.8428, dense {}", CIFAR),
     ("README", "| `low_bit` | {} |", fewer("gpt-muon", "quantized@45-6e-3-0")),
     ("README", "mean_bits=2` | {} |", fewer("gpt-muon", "quantized@170-4.5e-3-0")),
+    ("README", "**Memory** besides weights and gradients: {} bytes", memory("low_bit", "peak")),
+    *(
+        ("methods", f"{words} | {cells} |", memory(name, key))
+        for name, words in MEMORY.items()
+        for key, cells in (("held", "{} | …"), ("peak", "… | {}"))
+    ),
+    *(
+        ("methods", f"{words} | {cells} |", memory(name + momentum, key))
+        for name, words in MEMORY_WITH_MOMENTUM.items()
+        for momentum, key, cells in (
+            ("", "held", "{} (…) | … (…)"),
+            (", momentum", "held", "… ({}) | … (…)"),
+            ("", "peak", "… (…) | {} (…)"),
+            (", momentum", "peak", "… (…) | … ({})"),
+        )
+    ),
     ("choosing", "bits per byte {} % above dense Muon", over(RECIPE, RECIPE_DENSE)),
     ("choosing", "above dense Muon, {} % below dense AdamW", below(RECIPE, ADAMW)),
     ("choosing", "accuracy {}, dense 0.885", TUNED),
-    ("choosing", "accuracy 0.886, dense {} |", TUNED_DENSE),
+    ("choosing", "accuracy 0.886, dense {} (ring A) |", TUNED_DENSE),
     ("choosing", "DeMo {} % below dense AdamW", below(DEMO, ADAMW)),
     ("choosing", "GPT: {} % above dense AdamW; 0.6 %", over(ADAMW_LOCAL, ADAMW)),
-    ("choosing", "above dense AdamW; {} % (one seed)", over(ADAMW_8, ADAMW)),
-    ("choosing", "10 epochs: {}, dense 0.8410 |", CIFAR_DEMO),
+    ("choosing", "above dense AdamW; {} % (one seed each)", over(ADAMW_8, ADAMW)),
+    ("choosing", "10 epochs: {}, dense 0.8410 (ring A) |", CIFAR_DEMO),
     ("choosing", "4 epochs: {}, dense", quality("cifar10-budgets", "64-iwp-lanes4")),
     ("choosing", "0.7620, dense {};", quality("cifar10-budgets", "none")),
     ("choosing", "0.7808; 10 epochs: {}, dense", quality("cifar10", "iwp-64")),
@@ -140,8 +239,17 @@ STATED: list[tuple[str, str, Source]] = [
         ("benchmarks", f"| {FP16[rate].value:,.0f} | {{}} (", FEW[rate]) for rate in FP16
     ),
     *(
-        ("benchmarks", f"| {FP16[rate].value:,.0f} | {FEW[rate].value:,.0f} ([\\d,]+) | {{}} (", LATE[rate])
+        ("benchmarks", f"| {FP16[rate].value:,.0f} | {FEW[rate].value:,.0f} (…) | {{}} (", LATE[rate])
         for rate in FP16
+    ),
+    *(
+        ("benchmarks", f"| {label} |{' … |' * place} {{}} |", of_rows("exchange-hsdp", rate, method))
+        for method, label in HSDP.items()
+        for place, rate in enumerate(("none", "1gbit", "100mbit"))
+    ),
+    *(
+        ("benchmarks", f"| {label} |{' … |' * 3} {{}} |", of_rows("exchange-hsdp", "1gbit", method, "tx_bytes", 1e-6))
+        for method, label in HSDP.items()
     ),
     ("benchmarks", "at 100 Mbit/s: FFT {} s,", race("vgg11 to 0.6, 100 Mbit/s", "FFT")),
     ("benchmarks", "270 s, IWP {},", race("vgg11 to 0.6, 100 Mbit/s", "IWP")),
@@ -163,26 +271,36 @@ STATED: list[tuple[str, str, Source]] = [
             ("47 times fewer bytes | | {} |", "gpt-recipe", "quantized@recipe-6e-3-0"),
             ("1.925 | **{}** (3 seeds) |", "gpt-recipe", "quantized@recipe-1.2e-2"),
             ("**1.878** (3 seeds) | {} |", "gpt-recipe", "quantized@recipe-2.4e-2-0"),
-            ("at 1.2e-2 it is {} and", "gpt-recipe", "quantized@recipe-1.2e-2-0"),
-            ("for many ranks, it is {} on", "gpt-recipe", "quantized@averaged-1.2e-2-0"),
+            ("seed 0, `low_bit` has {} and", "gpt-recipe", "quantized@recipe-1.2e-2-0"),
+            ("for many ranks, `low_bit` has {} on", "gpt-recipe", "quantized@averaged-1.2e-2-0"),
             ("| Muon, dense | 1 | {} (", "gpt-muon", "none@muon-3e-3"),
             ("(`low_bit`)** | 47 | {} (", "gpt-muon", "quantized@45-6e-3"),
             ("averages in 2** | 164 | {} (", "gpt-muon", "quantized@170-4.5e-3"),
             ("`decay=0.9` | 482 | {} (", "gpt-muon", "quantized@500-decay-3e-3"),
             ("as MuLoCo | 45 | {} |", "gpt-muon", "none@muloco-45-3e-3"),
+            ("7.0 % | 3e-3 (1.5e-3: {}) |", "gpt-muon", "none@muloco-45-1.5e-3"),
             ('`orthogonal="matrices"`** (ring B) | 45 | {} |', "demo-ring", "demo-matrices-1of45-6e-3"),
+            *(
+                (f"6e-3 (ring A: {words})", "demo-subtract", f"d0.95-s0.2-lr{rate}-e15-0")
+                for words, rate in (
+                    ("{}; 2.058 at 4e-3 and 9e-3", "6e-3"),
+                    ("2.042; {} at 4e-3 and 9e-3", "4e-3"),
+                    ("2.042; {} at 4e-3 and 9e-3", "9e-3"),
+                )
+            ),
             ("`subtract=1, decay=0.9` (ring A) | 45 | {} (", "gpt-adamw", "demo@orthogonal-1of45-6e-3"),
             ("`subtract=1, decay=0.999` (ring A) | 45 | {} (", "gpt-adamw", "demo@slow-1of45-8e-3"),
             ("`subtract=1, decay=0.999` (ring A) | 150 | {} (", "gpt-adamw", "demo@orthogonal-1of150-8e-3"),
             ("as published | 45 | {} (", "gpt-adamw", "demo@gather-1of45-3e-3"),
-            ("(ring A; B: 2.128) | 45 | {} (", "gpt-adamw", "demo-1of45-3e-3"),
-            ("(ring A; B: {}) | 45 |", "demo-ring", "demo-1of45-3e-3"),
-            ("(ring A; B: 2.228) | 150 | {} (", "gpt-adamw", "demo-1of150-3e-3"),
-            ("(ring A; B: {}) | 150 |", "demo-ring", "demo-1of150-3e-3"),
+            ("(ring A; ring B: 2.128) | 45 | {} (", "gpt-adamw", "demo-1of45-3e-3"),
+            ("(ring A; ring B: {}) | 45 |", "demo-ring", "demo-1of45-3e-3"),
+            ("(ring A; ring B: 2.228) | 150 | {} (", "gpt-adamw", "demo-1of150-3e-3"),
+            ("(ring A; ring B: {}) | 150 |", "demo-ring", "demo-1of150-3e-3"),
             ("| AdamW, dense | 1 | {} (", "gpt-adamw", "none-6e-3"),
             ("gradients, 8 bits | 4 | {} |", "gpt-adamw", "quantized@8bits-6e-3"),
             ("gradients, 4 bits | 8 | {} |", "gpt-adamw", "quantized@4bits-3e-3"),
-            ("2 bits (ring A) | 47 | {} |", "gpt-muon", "quantized@adamw-45-3e-3"),
+            ("AdamW, 3 local steps, Quantized, 2 bits | 47 | {} |", "gpt-muon", "quantized@adamw-45-3e-3"),
+            ("18 % | 3e-3 (1.5e-3: {}) |", "gpt-muon", "quantized@adamw-45-1.5e-3"),
             ("| FFT | {} | 2.684", "gpt-adamw", "fft-1of8-3e-3"),
             ("| FFT | 2.330 | {} |", "gpt-adamw", "fft-1of16-1.5e-3"),
             ("| FFT | 2.330 | 2.684 | {} |", "gpt-adamw", "fft-1of64-3e-3"),
@@ -193,6 +311,7 @@ STATED: list[tuple[str, str, Source]] = [
             ("| TopK | 3.047 | {} |", "gpt-adamw", "topk-1of16-3e-3"),
             ("| TopK | 3.047 | 3.111 | {} |", "gpt-adamw", "topk-1of64-3e-3"),
             ("as DiLoCo | 50 | {} |", "gpt-adamw", "none@diloco-50-3e-3"),
+            ("36 % | 3e-3 (1.5e-3: {}) |", "gpt-adamw", "none@diloco-50-1.5e-3"),
             ("PowerSGD, rank 2 | 66 | {} |", "gpt-adamw", "powersgd@2-3e-3"),
             ("2 bits at 4.5e-3, one seed: {} at once", "gpt-muon", "quantized@45-4.5e-3-0"),
             ("(ring A) {} with three fragments", "gpt-muon", "quantized@fragments-4.5e-3"),
@@ -218,13 +337,13 @@ STATED: list[tuple[str, str, Source]] = [
             ("gather {} (2.117)", "gpt-nodes", "demo@nodes-gather-3e-3"),
             ("gather 2.128 ({})", "gpt-adamw", "demo@gather-1of45-3e-3"),
             ("0.07 M | 1,500 | {} |", "gpt-sizes/gpt-70k", "none@muon-4.5e-3"),
-            ("0.07 M | 1,500 | 2.453 | {} |", "gpt-sizes/gpt-70k", "quantized@45-4.5e-3"),
+            ("0.07 M | 1,500 | 2.453 | {} (ring A) |", "gpt-sizes/gpt-70k", "quantized@45-4.5e-3"),
             ("0.25 M | 1,500 | {} |", "gpt-muon", "none@muon-3e-3-0"),
             ("0.25 M | 1,500 | 1.882 | {} |", "gpt-muon", "quantized@45-4.5e-3-0"),
             ("0.97 M | 1,500 | {} |", "gpt-sizes/gpt-1m", "none@muon-3e-3"),
-            ("0.97 M | 1,500 | 1.575 | {} |", "gpt-sizes/gpt-1m", "quantized@45-4.5e-3"),
+            ("0.97 M | 1,500 | 1.575 | {} (ring A) |", "gpt-sizes/gpt-1m", "quantized@45-4.5e-3"),
             ("10,000 | {} |", "gpt-long", "none@muon-3e-3"),
-            ("10,000 | 1.691 | {} |", "gpt-long", "quantized@45-4.5e-3"),
+            ("10,000 | 1.691 | {} (ring A) |", "gpt-long", "quantized@45-4.5e-3"),
             ("dense AdamW {}; three local", "gpt-tune", "none-3e-3"),
             ("fewer bytes, {}; Quantized, 4 bits", "gpt-tune", "quantized@local-3e-3"),
             ("Quantized, 4 bits, {}; DeMo", "gpt-tune", "quantized@4bits-1e-3"),
@@ -233,17 +352,17 @@ STATED: list[tuple[str, str, Source]] = [
             ("in 2 bits {} (two seeds each)", "vit-muon", "quantized@45-2e-3"),
             ("10 epochs {} and 0.7850", "vit-muon/10", "none@muon-1e-3"),
             ("0.7914 and {}.", "vit-muon/10", "quantized@45-2e-3"),
-            ("Dense AdamW {}, DeMo", "vit", "none-5e-4"),
+            ("Dense AdamW {}, DeMo with signs (ring A)", "vit", "none-5e-4"),
             ("32 times fewer bytes, {}, at", "vit", "demo-1of32-1e-3"),
             ("Dense reaches {}*", "cifar10-budgets", "none"),
             ("0.7808*, fp16 {}.", "cifar10-budgets", "fp16"),
             ("10 epochs**: dense {} (", "cifar10-signs/10", "none-0.3", "cifar10/none"),
-            ("DeMo {} with `orthogonal=True`", "cifar10-signs/10", "demo@orthogonal-1of64-6e-3"),
+            ("DeMo (ring A) {} with `orthogonal=True`", "cifar10-signs/10", "demo@orthogonal-1of64-6e-3"),
             ("`orthogonal=True`, {} without", "cifar10-signs/10", "demo-1of64-7e-3"),
             ("block means {}, 0.8312", "cifar10", "iwp-16"),
             ("0.8323, {} and", "cifar10", "iwp-32"),
             ("0.8312 and {} with", "cifar10", "iwp-64"),
-            ("one rate: dense {};", "cifar10-muon", "none@muon-6e-3"),
+            ("one rate, ring A: dense {};", "cifar10-muon", "none@muon-6e-3"),
             ("59 times fewer bytes, {} (", "cifar10-muon", "quantized@64-6e-3"),
             ("4 epochs: dense {} and", "cifar10-short", "none-0.1"),
             ("0.7660 and {};", "cifar10-short", "none-0.3"),
@@ -269,7 +388,7 @@ def page(name: str) -> str:
 def checked() -> Iterator[tuple[str, str, str, Source]]:
     """The page, words, printed figure ("" if the page does not have the words) and source of each."""
     for name, words, source in STATED:
-        pattern = re.escape(words).replace(r"\{\}", r"(\d[\d.,]*)").replace(re.escape(r"([\d,]+)"), r"\([\d,]+\)")
+        pattern = re.escape(words).replace("…", r"[\d.,]+").replace(r"\{\}", r"(\d[\d.,]*)")
         found = re.search(pattern, page(name))
         yield name, words, found[1].rstrip(",.") if found else "", source
 
@@ -279,8 +398,27 @@ def holds(printed: str, source: Source) -> bool:
     return bool(printed) and f"{source.value:,.{len(printed.partition('.')[2])}f}" == printed
 
 
+def listed() -> str:
+    """The page of stated figures."""
+    found = [
+        {
+            "page": name,
+            "figure": words.replace("|", "\\|").replace("{}", f"**{printed}**"),
+            "measured": f"{source.value:.5g}",
+            "ring": source.ring,
+            "code of": source.date,
+            "runs": source.runs.replace("|", "\\|"),
+        }
+        for name, words, printed, source in checked()
+    ]
+    return f"{HEAD}{table.markdown(found, left=6)}\n"
+
+
 def main() -> None:
-    script_parser(__doc__).parse_args()
+    parser = script_parser(__doc__)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        PAGE.write_text(listed())
     wrong = 0
     for name, words, printed, source in checked():
         wrong += not (good := holds(printed, source))

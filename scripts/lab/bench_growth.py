@@ -72,18 +72,17 @@ def costs(rank: Any, entries: int, steps: int, before: int) -> dict[str, float]:
 
 
 class Rank:
-    """A network and its compressor."""
+    """A network and its compressor, of a class and options of it."""
 
-    def __init__(self, method: str, millions: int, ranks: int) -> None:
+    def __init__(self, kind: Any, millions: int, ranks: int, **options: Any) -> None:
         layers = [torch.nn.Parameter(torch.randn(LAYER) * 0.02) for _ in range(millions)]
         self.layers, self.noise = layers, torch.randn(layers[0].numel() + SLACK) * 0.01
         for layer in layers:
             layer.grad = torch.ones_like(layer)
         self.before = resident("VmRSS")
         self.mirror, self.steps = Mirror(ranks), 0
-        self.compression = METHODS[method].kind(
-            [(f"layer{i}", p) for i, p in enumerate(layers)], collectives=self.mirror
-        )
+        named = [(f"layer{i}", p) for i, p in enumerate(layers)]
+        self.compression = kind(named, collectives=self.mirror, **options)
 
     def step(self) -> float:
         """The seconds of one step, without the mirror's."""
@@ -99,8 +98,8 @@ def measure(method: str, millions: int, ranks: int, steps: int) -> dict[str, Any
     """In a process of its own: memory that an earlier measurement has freed could be reused."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    Rank(method, 1, ranks).step()
-    rank = Rank(method, millions, ranks)
+    Rank(METHODS[method].kind, 1, ranks).step()
+    rank = Rank(METHODS[method].kind, millions, ranks)
     entries = millions * LAYER[0] * LAYER[1]
     found = costs(rank, entries, steps, before=3)
     ms = found.pop("ms")

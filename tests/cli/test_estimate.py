@@ -140,6 +140,26 @@ def test_nodes_that_are_not_full_are_refused():
         assert done.exit_code == 2 and "at least two times --ranks-per-node" in done.output
 
 
+def test_memory_is_that_of_the_entries_of_a_rank_and_of_a_bucket():
+    found, entries, bucket = found_on(on(1e9)), MODEL.compressed, estimate.BUCKET / 4
+    (held, more), (of_low_bit, _) = methods.MEMORY["IWP"], methods.MEMORY["low_bit"]
+    assert found["IWP"].memory == pytest.approx(entries * held + bucket * more) and found["dense"].memory == 0
+    assert of_low_bit * entries < found["low_bit"].memory < (of_low_bit + 4) * entries
+    # In local steps, the common weights; they are a part of low_bit's.
+    four = found_on(on(1e9), local_steps=4)
+    assert four["IWP"].memory == pytest.approx(found["IWP"].memory + 4 * entries)
+    assert four["low_bit"].memory == found["low_bit"].memory
+    # A node's ranks divide it.
+    shared = found_on(on(1e9, per_node=4), ranks=2)["IWP"].memory
+    assert shared == pytest.approx(entries / 4 * held + min(entries / 4, bucket) * more)
+
+
+def test_memory_grows_with_what_is_gathered():
+    few, many = (found_on(on(1e9), seconds=SECONDS | {"QSGD": 0.1}, ranks=ranks)["QSGD"] for ranks in (4, 8))
+    assert many.memory - few.memory == pytest.approx(many.bytes - few.bytes) and many.bytes > few.bytes
+    assert set(methods.MEMORY) == set(methods.METHODS)
+
+
 def test_break_even_is_where_both_take_as_long():
     found = found_on(on(1e9))
     bits = found["IWP"].break_even
@@ -269,6 +289,8 @@ def test_a_real_call(tmp_path):
     content = json.loads(file.read_text())
     rows = {row["method"]: row for row in content["rows"]}
     assert set(rows) == set(methods.METHODS) and all(row["compress"] > 0 for row in rows.values())
+    printed = ", ".join(f"{name} {row['memory'] / 1e6:,.0f}" for name, row in rows.items() if row["memory"])
+    assert f"beside weights and gradients: {printed}" in " ".join(done.output.split()) and "low_bit 0" not in printed
     assert not rows["IWP"]["allowed"] and rows["DeMo"]["allowed"]
     # 230 kB take 0.2 s, what low_bit sends a fiftieth.
     assert content["winner"] == "low_bit" and "Use low_bit in 3 local steps: at most " in done.output

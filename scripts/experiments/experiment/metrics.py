@@ -45,7 +45,7 @@ def environment() -> dict[str, Any]:
         "horovod": _version("horovod"),
         "hvd_compress": _version("hvd_compress"),
         "cpu_capability": ops.CPU_CAPABILITY,
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
         "cpus": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
         "settings": {name: value for name, value in sorted(os.environ.items()) if _SETTING.match(name)},
@@ -66,7 +66,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
+    """The commit of the code, with ``-dirty`` behind it if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     if not shutil.which("git"):
         return None

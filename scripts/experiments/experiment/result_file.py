@@ -19,9 +19,14 @@ def run_path(text: str) -> Path:
     return path
 
 
+def read_lines(file: Path) -> list[Result]:
+    """All runs of a file, in its order; those of simulations have no names."""
+    return list(map(json.loads, file.read_text().splitlines()))
+
+
 def read_runs(file: Path) -> dict[str, Result]:
     """All runs of a file by name, in its order."""
-    return {run["name"]: run for run in map(json.loads, file.read_text().splitlines())}
+    return {run["name"]: run for run in read_lines(file)}
 
 
 def write_run(path: Path | None, content: Result) -> None:
