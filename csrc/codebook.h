@@ -1,4 +1,4 @@
-// codebook_encode and codebook_decode: their arguments, and their checks.
+// Codes of a codebook: the arguments of the operators on them, and their checks.
 #pragma once
 
 #include "groups.h"
@@ -17,6 +17,14 @@ struct Codebook {
   HVD_BODY const float* levels(int64_t row) const { return book + (row << bits); }
 };
 
+// The errors may take the place of the values, entry by entry.
+inline void check_error(const std::optional<Tensor>& error, const Tensor& values) {
+  if (!error) return;
+  if (error->data_ptr() != values.data_ptr()) return check_quantization_error(*error, values);
+  check_flat(*error, "quantization_error", ScalarType::Float, values);
+  check_numel(*error, "quantization_error", values.numel());
+}
+
 HVD_BODY float midpoint(const float* levels, int i) { return (levels[i] + levels[i + 1]) * 0.5f; }
 
 // The code of a value that is divided by the scale.
@@ -28,24 +36,34 @@ HVD_BODY int nearest(const float* levels, int bits, float scaled) {
   return code;
 }
 
-inline Codebook checked(const Tensor& values, const Tensor& scale, const Tensor& edges,
-                        const Tensor& book, const Tensor& kind, const Tensor& codes, int64_t bits) {
-  Groups groups = check_groups(edges, values);
-  check_each(scale, "scale", ScalarType::Float, groups, values);
-  check_each(kind, "kind", ScalarType::Long, groups, values);
+// For `size` values of each of several ranks, which have scales and kinds of their own.
+inline Codebook checked(int64_t size, const Tensor& scale, const Tensor& edges, const Tensor& book,
+                        const Tensor& kind, int64_t bits, const Tensor& other, int64_t ranks = 1) {
+  Groups groups = check_groups(edges, size, other);
+  check_flat(scale, "scale", ScalarType::Float, other);
+  check_numel(scale, "scale", ranks * groups.count);
+  check_flat(kind, "kind", ScalarType::Long, other);
+  check_numel(kind, "kind", ranks * groups.count);
   check_range("bits", 1, bits, 8);
-  check_flat(book, "book", ScalarType::Float, values);
+  check_flat(book, "book", ScalarType::Float, other);
   STD_TORCH_CHECK(book.dim() == 2 && book.size(1) == int64_t{1} << bits,
                   "book must be of shape (kinds, ", int64_t{1} << bits, ")");
   STD_TORCH_CHECK(book.size(0) > 0 || groups.count == 0, "book must have at least one row");
-  check_codes(codes, bits, values);
   return {const_data<float>(scale),
           const_data<float>(book),
           const_data<int64_t>(kind),
           groups,
-          values.numel(),
+          size,
           book.size(0),
           static_cast<int>(bits)};
+}
+
+inline Codebook checked(const Tensor& values, const Tensor& scale, const Tensor& edges,
+                        const Tensor& book, const Tensor& kind, const Tensor& codes, int64_t bits) {
+  check_flat(values, "values", ScalarType::Float, values);
+  Codebook args = checked(values.numel(), scale, edges, book, kind, bits, values);
+  check_codes(codes, bits, values);
+  return args;
 }
 
 }  // namespace hvd_compress

@@ -31,14 +31,19 @@ struct Groups {
   }
 };
 
+// The groups of `size` values. `other`: on their device.
+inline Groups check_groups(const Tensor& edges, int64_t size, const Tensor& other) {
+  check_flat(edges, "edges", ScalarType::Long, other);
+  Groups groups{const_data<int64_t>(edges), edges.numel() - 1};
+  STD_TORCH_CHECK(groups.count >= (size > 0 ? 1 : 0),
+                  "edges must have one entry more than there are groups, got ", edges.numel(),
+                  " for ", size, " values");
+  return groups;
+}
+
 inline Groups check_groups(const Tensor& edges, const Tensor& values) {
   check_flat(values, "values", ScalarType::Float, values);
-  check_flat(edges, "edges", ScalarType::Long, values);
-  Groups groups{const_data<int64_t>(edges), edges.numel() - 1};
-  STD_TORCH_CHECK(groups.count >= (values.numel() > 0 ? 1 : 0),
-                  "edges must have one entry more than there are groups, got ", edges.numel(),
-                  " for ", values.numel(), " values");
-  return groups;
+  return check_groups(edges, values.numel(), values);
 }
 
 // A tensor with one entry per group.
@@ -54,9 +59,13 @@ inline void check_quantization_error(const Tensor& quantization_error, const Ten
   check_no_overlap(quantization_error, "quantization_error", values, "values");
 }
 
+inline void check_codes(const Tensor& codes, int64_t bits, int64_t size, const Tensor& other) {
+  check_flat(codes, "codes", ScalarType::Byte, other);
+  check_numel(codes, "codes", (size + 7) / 8 * bits);
+}
+
 inline void check_codes(const Tensor& codes, int64_t bits, const Tensor& values) {
-  check_flat(codes, "codes", ScalarType::Byte, values);
-  check_numel(codes, "codes", (values.numel() + 7) / 8 * bits);
+  check_codes(codes, bits, values.numel(), values);
 }
 
 inline void check_range(const char* name, int64_t low, int64_t value, int64_t high) {

@@ -31,6 +31,25 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
       "Tensor(e!) invalid, float momentum) -> ()");
   library.def("block_means_keep(Tensor mean, Tensor quantization_error, Tensor(a!) unsent) -> ()");
 
+  // reference/accumulate.py
+  library.def(
+      "accumulate(Tensor[] grads, Tensor[] starts, Tensor(a!) residual, Tensor pieces, "
+      "Tensor edges, Tensor(b!) out, Tensor(c!)? squares, Tensor(d!) invalid, float scale, "
+      "Tensor? codes=None, Tensor? sent_scale=None, Tensor? book=None, Tensor? kind=None, "
+      "int bits=0) -> ()");
+
+  // reference/averages.py
+  library.def(
+      "codebook_mean(Tensor rows, Tensor values, Tensor scale, Tensor edges, Tensor book, "
+      "Tensor kind, Tensor(a!) mean, Tensor(b!) out, int rank, int skip, int bits) -> ()");
+  library.def(
+      "codebook_moments(Tensor codes, Tensor scale, Tensor edges, Tensor book, Tensor kind, "
+      "Tensor(a!) out, int count, int bits) -> ()");
+  library.def(
+      "codebook_move(Tensor codes, Tensor scale, Tensor edges, Tensor book, Tensor kind, "
+      "Tensor? factor, Tensor(a!) common, Tensor(b!)? velocity, Tensor(c!) own, Tensor? before, "
+      "float lr, float momentum, int bits) -> ()");
+
   // reference/codes.py
   library.def("moments(Tensor values, Tensor edges, Tensor(a!) out) -> ()");
   library.def(
@@ -41,7 +60,7 @@ STABLE_TORCH_LIBRARY(hvd_compress, library) {
       "float factor) -> ()");
   library.def(
       "codebook_encode(Tensor values, Tensor scale, Tensor edges, Tensor book, Tensor kind, "
-      "Tensor(a!) codes, Tensor(b!) quantization_error, int bits) -> ()");
+      "Tensor(a!) codes, Tensor(b!)? quantization_error, int bits) -> ()");
   library.def(
       "codebook_decode(Tensor codes, Tensor scale, Tensor edges, Tensor book, Tensor kind, "
       "Tensor(a!) values, int bits, bool add) -> ()");

@@ -29,8 +29,9 @@ def test_compiles_without_spills() -> None:
     sources = list((ROOT / "csrc" / "cuda").glob("*.cu"))
     assert f"compiled: {len(sources)} objects" in output
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", output)
-    # Three architectures; accumulate_select has two variants, codebook's operators have one for each number of bits and
-    # one for large books, the other codes' four together, the means' three, the moments' three, the scales' four,
-    # gather, hadamard, scatter and select one each.
-    assert len(spills) == 3 * (2 + 2 * (8 + 1) + 4 + 3 + 3 + 4 + 4), output
+    # Three architectures; accumulate_select has two variants, codebook's operators and codebook_move one for each
+    # number of bits, accumulate one more without codes, codebook's operators one more for large books, the other codes'
+    # four together, the averages' three more, the means' three, the moments' three, the scales' four, gather, hadamard,
+    # scatter and select one each.
+    assert len(spills) == 3 * (2 + 2 * (8 + 1) + (8 + 1) + (8 + 3) + 4 + 3 + 3 + 4 + 4), output
     assert set(spills) == {("0", "0")}, output

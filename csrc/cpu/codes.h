@@ -126,6 +126,7 @@ struct Encode {
                            int64_t begin, int64_t end) {
     alignas(64) Digit digits[kChunk] = {};
     uint8_t packed[kChunk * 2 + kOver];
+    float ignored[kChunk];
     Packing packing(code->bits);
     int64_t group = code->groups.find(begin * 8);
     for (; begin < end; begin += kUnits) {
@@ -135,8 +136,8 @@ struct Encode {
       fetch_next(values + first, kChunk, code->size - first);
       for_runs(code->groups, group, first, last,
                [&](int64_t group, int64_t from, int64_t to) HVD_INLINE {
-                 code->encode(group, values + from, error + from, digits + (from - first),
-                              static_cast<int>(to - from));
+                 code->encode(group, values + from, error ? error + from : ignored,
+                              digits + (from - first), static_cast<int>(to - from));
                });
       uint8_t* to = codes + begin * code->bits;
       if ((end - begin - kUnits) * code->bits >= kOver) {
@@ -172,8 +173,8 @@ struct Decode {
   }
 };
 
-// All units in parallel. plain: with any instruction set. narrow: with AVX2 intrinsics and
-// the Code's Packing. wide: with AVX-512 intrinsics.
+// All units in parallel, with no error if that is null. plain: with any instruction set. narrow:
+// with AVX2 intrinsics and the Code's Packing. wide: with AVX-512 intrinsics.
 
 template <typename Digit, typename Code>
 void encode_plain(const Code& code, const float* values, float* error, uint8_t* codes) {
@@ -194,13 +195,6 @@ template <typename Code>
 void encode_narrow(const Code& code, const float* values, float* error, uint8_t* codes) {
   torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
     Isa<Encode<Code, uint8_t, typename Code::Packing>>::v3(&code, values, error, codes, begin, end);
-  });
-}
-
-template <typename Code>
-void decode_narrow(const Code& code, const uint8_t* codes, float* values, bool add) {
-  torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
-    Isa<Decode<Code, uint32_t, typename Code::Packing>>::v3(&code, codes, values, add, begin, end);
   });
 }
 

@@ -15,7 +15,7 @@ namespace hvd_compress {
 // The prefetch distance: one page, because the hardware prefetcher does not cross pages.
 constexpr int64_t kAhead = 1024;
 
-constexpr int64_t kGrain = 16;  // parts per thread, at least
+constexpr int64_t kPartGrain = 16;  // parts per thread, at least
 
 // Joins the running sums of a part or of a group.
 HVD_BODY Sums joined(double (&square)[kSums], double (&fourth)[kSums], float (&largest)[kSums]) {
@@ -61,23 +61,67 @@ inline Sums group_moments(const Sums* parts, int64_t count) {
   return joined(square, fourth, largest);
 }
 
-// Calls work(group, sums) for all groups.
-template <typename Work>
-void for_moments(const Groups& groups, const float* values, const Work& work) {
+// The parts of groups, one after the other.
+class PartIterator {
+ public:
+  PartIterator(const Parts& parts, int64_t number)
+      : parts_(parts), number_(number), group_(parts.group(number)) {}
+
+  int64_t number() const { return number_; }
+  int64_t begin() const {
+    return parts_.groups.edges[group_] + (number_ - parts_.first(group_)) * kPart;
+  }
+  // Not above begin() if there is no part of this number.
+  int64_t end() const { return std::min(parts_.groups.edges[group_ + 1], begin() + kPart); }
+
+  void next() {
+    ++number_;
+    while (group_ + 1 < parts_.groups.count && parts_.first(group_ + 1) <= number_) ++group_;
+  }
+
+ private:
+  const Parts& parts_;
+  int64_t number_, group_;
+};
+
+// Calls write(first, last), which writes these values, for all of them, in pieces that fit into the
+// cache and begin at multiples of kPart, and work(group, sums) for all groups.
+template <typename Write, typename Work>
+void for_moments(const Groups& groups, const float* values, const Write& write, const Work& work) {
   Parts parts{groups};
-  std::vector<Sums> sums(parts.limit(groups.edges[groups.count]));
-  torch::stable::parallel_for(0, sums.size(), kGrain, [&](int64_t begin, int64_t end) {
-    int64_t group = begin < end ? parts.group(begin) : 0;
-    for (int64_t number = begin; number < end; ++number) {
-      while (group + 1 < groups.count && parts.first(group + 1) <= number) ++group;
-      int64_t first = groups.edges[group] + (number - parts.first(group)) * kPart;
-      int64_t count = std::min(groups.edges[group + 1] - first, kPart);
-      if (count > 0) sums[number] = run_best<PartMoments>(values + first, count);
+  int64_t size = groups.edges[groups.count], limit = parts.limit(size);
+  std::vector<Sums> sums(limit);
+  std::vector<uint8_t> summed(limit);
+  // Sums the parts that lie between these values.
+  auto sum_parts = [&](PartIterator& part, int64_t first, int64_t last) {
+    for (; part.number() < limit; part.next()) {
+      int64_t begin = part.begin(), count = part.end() - begin;
+      if (count <= 0 || begin < first || summed[part.number()]) continue;
+      if (begin + count > last) break;
+      sums[part.number()] = run_best<PartMoments>(values + begin, count);
+      summed[part.number()] = true;
     }
-  });
+  };
+  torch::stable::parallel_for(
+      0, (size + kPart - 1) / kPart, kPartGrain, [&](int64_t from, int64_t to) {
+        int64_t start = from * kPart, group = groups.find(start);
+        PartIterator part(parts, parts.first(group) + (start - groups.edges[group]) / kPart);
+        for (int64_t first = start; first < std::min(to * kPart, size); first += kPart) {
+          int64_t last = std::min(first + kPart, size);
+          write(first, last);
+          sum_parts(part, start, last);
+        }
+      });
+  PartIterator part(parts, 0);
+  if (size > 0) sum_parts(part, 0, size);  // those that two threads have written
   for (int64_t group = 0; group < groups.count; ++group) {
     work(group, group_moments(&sums[parts.first(group)], parts.count(group)));
   }
+}
+
+template <typename Work>
+void for_moments(const Groups& groups, const float* values, const Work& work) {
+  for_moments(groups, values, [](int64_t, int64_t) {}, work);
 }
 
 }  // namespace hvd_compress

@@ -22,6 +22,17 @@ inline int64_t check_pieces(const Piece* pieces, int64_t count, int64_t blocks) 
   return slots;
 }
 
+// The same for pieces of tensors. Returns the number of slots.
+inline int64_t check_pieces(const Piece* pieces, const PieceTensors& tensors, int64_t blocks) {
+  int64_t count = tensors.rows.size(), slots = check_pieces(pieces, count, blocks);
+  for (int64_t i = 0; i < count; ++i) {
+    const PieceTensor& tensor = tensors.rows[i];
+    STD_TORCH_CHECK(tensor.entries == 0 || tensor.blocks == pieces[i].blocks, "piece ", i, " has ",
+                    pieces[i].blocks, " blocks, but its tensor ", tensor.entries, " entries");
+  }
+  return slots;
+}
+
 inline void check_pieces(const BucketSlots& bucket) {
   int64_t slots = check_pieces(bucket.pieces, bucket.piece_count, bucket.blocks);
   STD_TORCH_CHECK(slots == bucket.slots, "pieces must hold all ", bucket.slots, " slots, got ",
@@ -71,11 +82,11 @@ class SlotIterator {
   int64_t blocks_, whole_, part_, slot_, rest_;
 };
 
-constexpr int64_t kAhead = 128;  // slots; more than the outstanding cache misses of a core
+constexpr int64_t kSlotsAhead = 128;  // slots; more than the outstanding cache misses of a core
 
 // Calls work(slot, entry) in order for the slots of the blocks first to last of a piece. Every
-// slot is a cache miss, so touch(entry) is called kAhead slots earlier to prefetch it. Blocks and
-// entries are counted within the piece.
+// slot is a cache miss, so touch(entry) is called kSlotsAhead slots earlier to prefetch it. Blocks
+// and entries are counted within the piece.
 template <typename Touch, typename Work>
 void for_slots(const BucketSlots& bucket, const Piece& piece, int64_t first, int64_t last,
                const Touch& touch, const Work& work) {
@@ -83,7 +94,7 @@ void for_slots(const BucketSlots& bucket, const Piece& piece, int64_t first, int
   SlotIterator current(piece, first, bucket.phase), ahead = current;
   int64_t fetched = first;
   for (; first < last; ++first) {
-    for (; fetched < last && ahead.slot() < current.slot() + kAhead; ++fetched) {
+    for (; fetched < last && ahead.slot() < current.slot() + kSlotsAhead; ++fetched) {
       auto [slot, end] = ahead.next();
       for (; slot < end; ++slot) touch(fetched * kBlock + indices[slot]);
     }

@@ -143,12 +143,7 @@ HVD_BODY void list_largest(int32_t* scores, int count, uint8_t* listed) {
 // Checks that every tensor has its piece's blocks, and that there is room for all indices.
 inline void check_selection(const Draw& draw, const Piece* pieces, const PieceTensors& tensors,
                             int64_t blocks, const Indices& indices) {
-  int64_t count = tensors.rows.size(), slots = check_pieces(pieces, count, blocks);
-  for (int64_t i = 0; i < count; ++i) {
-    const PieceTensor& tensor = tensors.rows[i];
-    STD_TORCH_CHECK(tensor.entries == 0 || tensor.blocks == pieces[i].blocks, "piece ", i, " has ",
-                    pieces[i].blocks, " blocks, but its tensor ", tensor.entries, " entries");
-  }
+  int64_t slots = check_pieces(pieces, tensors, blocks);
   int64_t room = slots_before(slots, draw.run, draw.ranks, draw.position);
   STD_TORCH_CHECK(room <= indices.count, "indices must have ", room,
                   " entries for these slots, got ", indices.count);

@@ -19,14 +19,21 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-void moments_cuda(Tensor values, Tensor edges, Tensor out) {
-  Moments args = checked(values, edges, out);
+}  // namespace
+
+void store_moments(const Launch& launch, const Tensor& values, const Moments& args) {
   int64_t count = args.groups.count;
   if (count == 0) return;
-  Launch launch(values);
   PartSums parts(launch, values, args.groups, args.out);
   int64_t warps = has_short_parts(args.groups, args.size) ? (count + kLanes - 1) / kLanes : count;
   launch.run(grid_for(warps), moments_kernel, args, parts.get());
+}
+
+namespace {
+
+void moments_cuda(Tensor values, Tensor edges, Tensor out) {
+  Moments args = checked(values, edges, out);
+  store_moments(Launch(values), values, args);
 }
 
 }  // namespace

@@ -177,4 +177,7 @@ class PartSums {
   Tensor memory_;
 };
 
+// Launches the kernels that store the moments of all groups.
+void store_moments(const Launch& launch, const Tensor& values, const Moments& args);
+
 }  // namespace hvd_compress

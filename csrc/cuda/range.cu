@@ -23,7 +23,7 @@ void range_encode_cuda(Tensor values, Tensor base, Tensor edges, Tensor codes,
                        int64_t positive) {
   Range args = checked(values, base, edges, codes, bits, mantissa, positive);
   check_quantization_error(quantization_error, values);
-  encode_all<RangeCode>(args, values, codes, quantization_error);
+  encode_all<RangeCode>(args, values, codes, data<float>(quantization_error));
 }
 
 void range_decode_cuda(Tensor codes, Tensor base, Tensor edges, Tensor values, int64_t bits,

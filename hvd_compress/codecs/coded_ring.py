@@ -85,72 +85,89 @@ class RingChannel(Channel):
         self.begin, self.end = ends[self.rank : self.rank + 2].tolist()
         own = runs[int(first[self.rank]) : int(first[self.rank + 1]) + 1] - self.begin
         self.runs, self.own_runs = runs.to(self.device), own.to(self.device)
-        self.head, size, reply = 2 * self.columns, self.code.size(part), self.mean_code.size(part)
-        self.message = torch.zeros(self.ranks, self.head + size, dtype=torch.uint8, device=self.device)
-        self.reply = torch.zeros(self.head + reply, dtype=torch.uint8, device=self.device)
+        self.head, self.part = 2 * self.columns, part
 
     def first_requests(self) -> tuple[Request, ...]:
         self._asked = self._ask()
         return self._asked[:1]
 
     def _ask(self) -> tuple[Request, Request]:
-        answer = allgather(self.reply, "values")
-        return alltoall(self.message.view(-1), answer), answer
+        size = self.ranks * (self.head + self.code.size(self.part))
+        message = torch.empty(size, dtype=torch.uint8, device=self.device)
+        reply = torch.zeros(self.head + self.mean_code.size(self.part), dtype=torch.uint8, device=self.device)
+        answer = allgather(reply, "values")
+        return alltoall(message, answer), answer
 
     def average(self, values: Tensor, invalid: Tensor, key: int) -> Averaged:
-        codes, scales, wrong = yield from self.exchange(values, invalid, key)
+        error = self.quantization_error
+        codes, scales, wrong, _ = yield from self.exchange(values, invalid, None, error, error[self.begin : self.end])
+        error[self.begin : self.end].mul_(self.ranks)  # in the sum it is as many times as large
         self._decode(self.mean_code, codes, scales, self.runs, self.mean, add=False)
         invalidate(self.mean, wrong)
-        return self.mean, self.quantization_error
+        return self.mean, error
 
-    def exchange(self, values: Tensor, invalid: Tensor, key: int) -> Generator[Request, Tensor, tuple[Tensor, ...]]:
-        """As :meth:`average`: the average's codes, the scales of its runs, and whether it is invalid."""
-        rows = self.message[:, self.head :]
+    def exchange(
+        self, values: Tensor, invalid: Tensor, table: Tensor | None, error: Tensor | None, mean_error: Tensor
+    ) -> Generator[Request, Tensor, tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
+        """As :meth:`average`. Returns the average's codes, the scales of its runs, whether it is invalid, and this
+        rank's codes, scales and kinds.
+
+        ``table``: of moments of the runs, if it is written. ``error``: to write the values' errors to, or None for a
+        code that can do without and may write errors in place. ``mean_error``: for those of the average in this rank's
+        part.
+        """
+        (sent, answer), self._asked = self._asked or self._ask(), None
+        message, reply = sent.tensor.view(self.ranks, -1), answer.tensor
+        rows = message[:, self.head :]
         codes = torch.zeros_like(rows, memory_format=torch.contiguous_format)
         flat = codes.view(-1)[: self.code.size(self.count)]
-        scales = self._encode(self.code, values, self.runs, flat, self.quantization_error)
+        mine = self._encode(self.code, values, Moments(values, self.runs, table), self.runs, flat, error)
         rows.copy_(codes)
         header = torch.zeros(self.ranks * self.columns, dtype=torch.bfloat16, device=self.device)
-        header[self.place] = scales
+        header[self.place] = _signed(*mine)
         header.masked_fill_(invalid != 0, float("nan"))
-        self.message[:, : self.head] = header.view(torch.uint8).view(self.ranks, -1)
-        sent, answer = self._asked or self._ask()
-        self._asked = None
+        message[:, : self.head] = header.view(torch.uint8).view(self.ranks, -1)
+        del message, rows, codes
         theirs = (yield sent).view(self.ranks, -1)
+        del sent
 
-        own, error = (tensor[self.begin : self.end] for tensor in (values, self.quantization_error))
-        part, received = torch.empty_like(own), self._scales(theirs)
-        for sender, (row, scales) in enumerate(zip(theirs, received, strict=True)):
-            if sender != self.rank:
-                codes, scales = row[self.head :][: self.code.size(len(part))], scales[: len(self.own_runs) - 1]
-                self._decode(self.code, codes, scales, self.own_runs, part, add=sender > 0)
-            elif sender:
-                part += own
-            else:
-                part.copy_(own)
-        part *= 1.0 / self.ranks
-        codes = self.reply[self.head :][: self.mean_code.size(len(part))]
-        scales = self._encode(self.mean_code, part, self.own_runs, codes, error)
-        error *= self.ranks  # in the sum it is as many times as large
+        own, received = values[self.begin : self.end], self._scales(theirs)
+        part, scales = mean_error if error is None else torch.empty_like(own), received[:, : len(self.own_runs) - 1]
+        moments = self.code.mean(theirs, self.head, *unsigned(scales), self.own_runs, own, self.rank, part)
+        codes = reply[self.head :][: self.mean_code.size(len(part))]
+        scales = _signed(*self._encode(self.mean_code, part, moments, self.own_runs, codes, mean_error))
         header = torch.zeros(self.columns, dtype=torch.bfloat16, device=self.device)
         header[: len(scales)] = scales
-        self.reply[: self.head] = header.masked_fill_(received.isnan().any(), float("nan")).view(torch.uint8)
+        reply[: self.head] = header.masked_fill_(received.isnan().any(), float("nan")).view(torch.uint8)
+        del theirs, received
 
         rows = (yield answer).view(self.ranks, -1)
         received, codes = self._scales(rows), rows[:, self.head :].reshape(-1)[: self.mean_code.size(self.count)]
-        return codes, received.view(-1)[self.place], received.isnan().any()
+        return codes, received.view(-1)[self.place], received.isnan().any(), (flat, *mine)
 
-    def _encode(self, code: Code, values: Tensor, runs: Tensor, codes: Tensor, error: Tensor) -> Tensor:
-        """Writes codes and errors; returns the scales as they are sent."""
-        scale, kind = code.fitted(Moments(values, runs))
+    def _encode(
+        self, code: Code, values: Tensor, moments: Moments, runs: Tensor, codes: Tensor, error: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Writes codes and errors; returns the scales as they are sent, without sign, and kinds."""
+        scale, kind = code.fitted(moments)
         # bfloat16 has 8 bits: if it rounded down, the largest magnitude of a run would be clipped.
         scale = (scale * (1.0 + 2.0**-8) if code.peak else scale).bfloat16()
-        code.encode(values, scale.float(), kind, runs, codes, error)
-        return torch.where(kind > 0, -scale, scale)
+        code.encode(values, scale.float(), kind, runs, codes, error)  # type: ignore[arg-type]
+        return scale, kind
 
     def _decode(self, code: Code, codes: Tensor, scales: Tensor, runs: Tensor, values: Tensor, add: bool) -> None:
-        code.decode(codes, bounded(scales.float().abs()), (scales < 0).long(), runs, values, add)
+        code.decode(codes, *unsigned(scales), runs, values, add)
 
     def _scales(self, rows: Tensor) -> Tensor:
         """The scales in the headers of all rows: bfloat16, (ranks, columns)."""
         return rows[:, : self.head].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+
+
+def _signed(scale: Tensor, kind: Tensor) -> Tensor:
+    """Scales as they are sent, bfloat16."""
+    return torch.where(kind > 0, -scale, scale)
+
+
+def unsigned(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales, float32, and kinds, int64, of scales that were received."""
+    return bounded(scales.float().abs()), (scales < 0).long()

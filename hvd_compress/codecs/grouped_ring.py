@@ -1,56 +1,101 @@
-"""A coded ring whose averages are decoded group by group, to where they belong."""
+"""A coded ring without memory for values: averages and what was sent stay in codes until they are applied."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..engine.collectives import Request
-from ..reference.scales import bounded
-from .base import Channel, invalidate
-from .coded_ring import CodedRing, RingChannel
+from .codebooks import codebook_on
+from .coded_ring import CodedRing, RingChannel, unsigned
 
-#: Writes the averages of a group's first values to a tensor, float32, flat.
-Means = Callable[[int, Tensor], object]
+
+@dataclass
+class Coded:
+    """Values in codes of a codebook, with scales and kinds of runs: float32 and int64, (runs,). ``factor``: of the
+    values, float32, (), or None."""
+
+    bits: int
+    codes: Tensor
+    scale: Tensor
+    edges: Tensor
+    kind: Tensor
+    factor: Tensor | None = None
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The first arguments of the operators."""
+        return self.codes, self.scale, self.edges, codebook_on(self.bits, self.scale.device), self.kind
+
+    def times(self, factor: Tensor) -> None:
+        """Sets the factor."""
+        self.factor = factor
+
+    def write(self, values: Tensor) -> Tensor:
+        """Writes the values, float32, flat."""
+        ops.codebook_decode(*self.tables, values, self.bits, False)
+        return values if self.factor is None else values.mul_(self.factor)
+
+    def subtract_from(self, values: Tensor) -> None:
+        """Subtracts the values, without the factor."""
+        codes, scale, edges, book, kind = self.tables
+        ops.codebook_decode(codes, -scale, edges, book, kind, values, self.bits, True)
+
+    def square(self, count: int) -> Tensor:
+        """The sum of squares of the ``count`` values, without the factor: float64, ()."""
+        out = torch.empty(1, 3, dtype=torch.float64, device=self.scale.device)
+        ops.codebook_moments(*self.tables, out, count, self.bits)
+        return out[0, 0]
+
+    def move(
+        self, common: Tensor, velocity: Tensor | None, own: Tensor, before: Tensor | None, lr: float, momentum: float
+    ) -> None:
+        """Moves weights by the values: :func:`hvd_compress.reference.codebook_move`."""
+        ops.codebook_move(*self.tables, self.factor, common, velocity, own, before, lr, momentum, self.bits)
 
 
 @dataclass(frozen=True)
 class GroupedRing(CodedRing):
-    """As :class:`.CodedRing`, without memory for the averages of a bucket."""
+    """As :class:`.CodedRing`, of codes of a codebook, for :meth:`.GroupedChannel.averages`."""
 
-    def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> Channel:
-        return _GroupedChannel(self, groups, ranks, rank, device)
+    def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> "GroupedChannel":
+        return GroupedChannel(self, groups, ranks, rank, device)
 
 
-class _GroupedChannel(RingChannel):
+class GroupedChannel(RingChannel):
+    """A channel that can tell the values of a group from those of all."""
+
     def set_group_sizes(self, sizes: list[int]) -> None:
         super().set_group_sizes(sizes)
-        del self.mean
+        del self.mean, self.quantization_error
+        self.edges = self.runs  # of the values that share a scale
         # By group: its first value, its runs, and their edges in it.
-        starts, runs = [*accumulate(sizes, initial=0)], self.runs.cpu()
-        first = torch.searchsorted(runs, torch.tensor(starts, dtype=torch.int64, device="cpu")).tolist()
-        edges = [(runs[a : b + 1] - runs[a]).to(self.device) for a, b in pairwise(first)]
-        self.inside = [*zip(starts, map(slice, first, first[1:]), edges, strict=False)]
+        self.starts, runs = [*accumulate(sizes, initial=0)], self.runs.cpu()
+        places = torch.tensor([*self.starts, self.begin, self.end], dtype=torch.int64, device="cpu")
+        *first, begin, end = torch.searchsorted(runs, places).tolist()
+        self.runs_of = [slice(a, b) for a, b in pairwise(first)]
+        self._edges = [(runs[a : b + 1] - runs[a]).to(self.device) for a, b in pairwise(first)]
+        self._own = slice(begin, end)
 
+    def of_group(self, coded: Coded, group: int, count: int) -> Coded:
+        """The first values of a group."""
+        codes, runs = coded.codes[self.starts[group] // 8 * coded.bits :], self.runs_of[group]
+        edges = self._edges[group].clamp(max=count)
+        return Coded(coded.bits, codes[: -(-count // 8) * coded.bits], coded.scale[runs], edges, coded.kind[runs])
 
-def means_by_group(
-    channel: Channel, values: Tensor, invalid: Tensor, key: int
-) -> Generator[Request, Tensor, tuple[Means, Tensor, Tensor]]:
-    """As ``channel.average()``, of any channel whose averages are all NaN, or none: returns how to read them, the
-    quantization error, and whether they are NaN: bool, one entry."""
-    if not isinstance(channel, _GroupedChannel):
-        mean, error = yield from channel.average(values, invalid, key)
-        edges = channel.edges.tolist()
-        return lambda group, to: to.copy_(mean[edges[group] :][: len(to)]), error, mean[:1].isnan()
-    codes, scales, wrong = yield from channel.exchange(values, invalid, key)
-    code, scale, kind = channel.mean_code, bounded(scales.float().abs()), (scales < 0).long()
-
-    def means(group: int, to: Tensor) -> None:
-        start, runs, edges = channel.inside[group]
-        mine = codes[code.size(start) :][: code.size(len(to))]
-        code.decode(mine, scale[runs], kind[runs], edges.clamp(max=len(to)), to, add=False)
-        invalidate(to, wrong)
-
-    return means, channel.quantization_error, wrong
+    def averages(
+        self, values: Tensor, invalid: Tensor, table: Tensor
+    ) -> Generator[Request, Tensor, tuple[Coded, Coded, Tensor, Tensor]]:
+        """As :meth:`average`, given the moments of the runs. Returns the averages, NaN if they are invalid; what this
+        rank sent, 0 in its own part and if they are invalid; the errors of the averages in that part; and whether they
+        are invalid: bool, ()."""
+        error = torch.empty(self.end - self.begin, dtype=torch.float32, device=self.device)
+        codes, scales, wrong, sent = yield from self.exchange(values, invalid, table, None, error)
+        scale, kind = unsigned(scales)
+        means = Coded(self.mean_code.bits, codes, scale.masked_fill(wrong, float("nan")), self.runs, kind)
+        mine = Coded(self.code.bits, sent[0], sent[1].float().masked_fill(wrong, 0.0), self.runs, sent[2])
+        mine.scale[self._own] = 0.0
+        return means, mine, error, wrong

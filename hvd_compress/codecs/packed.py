@@ -10,7 +10,7 @@ from .. import ops
 from ..engine.arguments import check_integer
 from ..reference.scales import bounded
 from .codebooks import codebook_on
-from .scales import Moments
+from .scales import Moments, moments_table
 
 
 class Code(abc.ABC):
@@ -42,6 +42,24 @@ class Code(abc.ABC):
     def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
         """Writes the decoded values to ``values``, or adds them."""
 
+    def mean(
+        self, rows: Tensor, skip: int, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, rank: int, to: Tensor
+    ) -> Moments:
+        """Writes the mean of all ranks' values, those of ``rank`` not rounded; returns its moments.
+
+        ``rows``: uint8, (ranks, bytes): codes of the ranks, from byte ``skip`` on. ``scale``, ``kind``: (ranks,
+        groups)."""
+        for sender, row in enumerate(rows):
+            if sender != rank:
+                mine = row[skip:][: self.size(len(to))]
+                self.decode(mine, scale[sender], kind[sender], edges, to, add=sender > 0)
+            elif sender:
+                to.add_(values)
+            else:
+                to.copy_(values)
+        to.mul_(1.0 / len(rows))
+        return Moments(to, edges)
+
 
 @dataclass(frozen=True)
 class Lloyd(Code):
@@ -55,10 +73,20 @@ class Lloyd(Code):
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", check_integer("bits of lloyd", self.bits, 1, 8))
 
-    def encode(self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, error: Tensor) -> None:
+    def encode(
+        self, values: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, codes: Tensor, error: Tensor | None
+    ) -> None:
+        """As of :class:`Code`; without an error if that is None."""
         book = codebook_on(self.bits, values.device)
         ops.codebook_encode(values, scale.float(), edges, book, kind, codes, error, self.bits)
 
     def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
         book = codebook_on(self.bits, values.device)
         ops.codebook_decode(codes, scale.float(), edges, book, kind, values, self.bits, add)
+
+    def mean(
+        self, rows: Tensor, skip: int, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, rank: int, to: Tensor
+    ) -> Moments:
+        book, table = codebook_on(self.bits, to.device), moments_table(edges)
+        ops.codebook_mean(rows, values, scale.float(), edges, book, kind, to, table, rank, skip, self.bits)
+        return Moments(to, edges, table)

@@ -4,7 +4,7 @@ Each piece starts at a block boundary of the bucket's flat tensors and lies ther
 (channels_last stays channels_last), so that gradient, weight and residual are read side by side.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -179,11 +179,12 @@ class Bucket:
         """Notes that this package has written the gradients last: zeros, once they are in the state, or averages."""
         self._versions = [None if grad is None else grad._version for grad in self._originals]
 
-    def zero(self) -> None:
-        """Zeros the gradients that are in the state: accumulating on top of them would count them twice."""
+    def zero(self, but: Container[int] = ()) -> None:
+        """Zeros the gradients that are in the state, but those of some pieces: accumulating on top of them would count
+        them twice."""
         with self.order:
-            for grad in self._originals:
-                if grad is not None:
+            for index, grad in enumerate(self._originals):
+                if grad is not None and index not in but:
                     grad.zero_()
 
     def result(self, index: int) -> Tensor:

@@ -220,7 +220,7 @@ class Engine:
                 except Exception:  # the error that led here matters more
                     work.bucket.clear()
         for work in self.works:
-            work.bucket.zero()
+            work.bucket.zero(but=work.starts)
 
     def _launch(self, work: Work) -> None:
         bucket, nodes = work.bucket, self.nodes

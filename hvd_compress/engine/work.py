@@ -4,6 +4,7 @@ import abc
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -60,14 +61,32 @@ class Part:
         return {}
 
 
+class Average(Protocol):
+    """Averages that are not written out: :class:`hvd_compress.codecs.grouped_ring.Coded`."""
+
+    def write(self, values: Tensor) -> Tensor: ...
+
+    def square(self, count: int) -> Tensor: ...
+
+    def times(self, factor: Tensor) -> None: ...
+
+    def move(
+        self, common: Tensor, velocity: Tensor | None, own: Tensor, before: Tensor | None, lr: float, momentum: float
+    ) -> None: ...
+
+
 class Work(abc.ABC):
     """A bucket, the parts that a method is made of, and its algorithm. The residual is the bucket's."""
 
     #: The step that began last.
     step: Step
+    #: Whether :meth:`start` may be called.
+    takes_starts = False
 
     def __init__(self, bucket: Bucket, **parts: Part) -> None:
         self.bucket = bucket
+        #: By piece, what is to be subtracted from its gradient in this step: see :meth:`start`.
+        self.starts = dict[int, Tensor]()
         #: By name, in the order in which they begin; they are undone in reverse order.
         self.parts = parts
 
@@ -88,6 +107,7 @@ class Work(abc.ABC):
     def begin(self, step: Step) -> None:
         """See :meth:`Part.begin`."""
         self.step = step
+        self.starts.clear()
         for part in self.parts.values():
             part.begin(step)
 
@@ -95,6 +115,22 @@ class Work(abc.ABC):
         """See :meth:`Part.undo`."""
         for part in reversed(self.parts.values()):
             part.undo()
+
+    def commit(self) -> None:
+        """Called when the last exchange can no longer be undone, if that is before the next step."""
+
+    def start(self, index: int, start: Tensor) -> None:
+        """Lets ``start`` be subtracted from the gradient of a piece, float32, which will not be written: who passes it
+        in asks for :meth:`average_of`. Called before it arrives."""
+        self.starts[index] = start
+
+    def square_of(self, index: int) -> Tensor:
+        """The sum of squares of a gradient less its start, once all have arrived: float64, ()."""
+        raise NotImplementedError
+
+    def average_of(self, index: int) -> Average:
+        """The average of a gradient with a start, after the exchange and before the next one."""
+        raise NotImplementedError
 
     def restart(self) -> None:
         """See :meth:`Part.restart`. The residual may stay."""

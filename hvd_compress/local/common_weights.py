@@ -14,7 +14,7 @@ from ..engine.engine import Engine
 from ..engine.place import Place
 from ..engine.shards import local, wide_zeros
 from ..engine.state import Fixed, TensorLeaf, Tree
-from ..engine.work import Work
+from ..engine.work import Average, Work
 from ..reference import all_usable, usable
 
 # Relative change of all weights together that is a rounding error: what is smaller is nobody's new weights.
@@ -63,6 +63,8 @@ class CommonWeights:
 
     def __init__(self, engine: Engine, unsent: str, lr: float, momentum: float, summed: Set[int]) -> None:
         self._engine, self._unsent, self._lr, self._momentum = engine, unsent, lr, momentum
+        #: Whether all ranks' weights start from the common ones.
+        self.starts_common = unsent == "buffer"
         self.weights: list[Weight] = []
         memories = Counter(map(_memory, engine.parameters))
         for number, (name, p) in enumerate(zip(engine.names, engine.parameters, strict=True)):
@@ -149,17 +151,27 @@ class CommonWeights:
         unsent: Tensor = weight.place.work.residual_of(weight.place.piece)
         return weight.common + unsent
 
-    def move(self, weights: Sequence[Weight], averages: dict[str, Tensor]) -> None:
-        """Adds the averages, by name, to the common weights, through the outer optimizer. On return ``averages`` holds
-        what was not added: nothing, or the entries that are not finite, and 0 beside them. All operations are rounded
-        by IEEE 754: the result is the same on all processors."""
+    def move(
+        self, weights: Sequence[Weight], averages: dict[str, Tensor | Average], before: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Adds averages, by name, to the common weights, through the outer optimizer. Returns what was not added:
+        nothing, or the entries that are not finite, and 0 beside them. All operations are rounded by IEEE 754: the
+        result is the same on all processors. Averages that are not written out make the ranks' own weights, too: the
+        common ones, with the progress since those that are popped from ``before``."""
+        left = dict[str, Tensor]()
         for weight in weights:
+            average = averages.pop(weight.name)
             with weight.order:
-                step, averages[weight.name] = parted(averages[weight.name])
+                if not isinstance(average, Tensor):
+                    then = before.pop(weight.name, None)
+                    average.move(weight.common, weight.velocity, weight.own, then, self._lr, self._momentum)
+                    continue
+                step, left[weight.name] = parted(average)
                 if weight.velocity is not None:
                     weight.velocity.mul_(self._momentum).add_(step)
                     step = step + weight.velocity * self._momentum
                 weight.common.add_(step if self._lr == 1.0 else step * self._lr)
+        return left
 
     def applied(self) -> bool:
         """Whether the parameters are the common weights, and all sums 0. Synchronises a GPU."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..engine.collectives import allgather
 from ..engine.engine import Engine
+from ..engine.work import Average
 from .common_weights import Weight
 
 
@@ -29,12 +30,20 @@ class Lengths:
         self._engine, self._groups = engine, engine.method.shard_groups()
         self._device = engine.parameters[0].device
 
-    def square(self, weight: Weight, tensor: Tensor) -> Tensor:
-        """The sum of squares of a tensor of a weight: float64, ()."""
+    def square(self, weight: Weight, tensor: Tensor | Average | None) -> Tensor:
+        """The sum of squares of a tensor of a weight: float64, (). None: of the progress that the compressor has from
+        the weight and its start."""
         with weight.order:
-            return sum_of_squares(tensor).to(self._device)
+            if tensor is None:
+                assert weight.place is not None
+                found = weight.place.work.square_of(weight.place.index)
+            else:
+                found = sum_of_squares(tensor) if isinstance(tensor, Tensor) else tensor.square(weight.common.numel())
+            return found.to(self._device)
 
-    def restore(self, weights: Sequence[Weight], averages: Mapping[str, Tensor], squares: Tensor | None) -> None:
+    def restore(
+        self, weights: Sequence[Weight], averages: Mapping[str, Tensor | Average], squares: Tensor | None
+    ) -> None:
         """Multiplies the averaged difference of each weight, by name, by a factor of at most the square root of the
         ranks, that of differences at right angles; not those whose length is 0 or not finite. Waits for the shard
         group.
@@ -50,7 +59,8 @@ class Lengths:
         factors = torch.where(ratios.isfinite() & (ratios > 0), factors, torch.ones_like(factors))
         for weight, factor in zip(weights, factors.unbind(), strict=True):
             with weight.order:
-                averages[weight.name].mul_(factor.to(weight.common.device, weight.common.dtype))
+                by, average = factor.to(weight.common.device, weight.common.dtype), averages[weight.name]
+                average.mul_(by) if isinstance(average, Tensor) else average.times(by)
 
     def _of_whole(self, weights: Sequence[Weight], sums: Tensor) -> Tensor:
         """The sums of whole tensors from those of their shards, (2, weights): added in the order of the shards. Ranks

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +11,9 @@ from torch import Tensor
 from ..engine.comparison import Unexpected
 from ..engine.engine import Engine
 from ..engine.membership import PeerLost
-from ..engine.place import check_gradient
+from ..engine.place import Place, check_gradient
 from ..engine.state import Entry, OptionalTensor, Tree, load
-from ..engine.work import undo
+from ..engine.work import Average, undo
 from ..guards.own_gradients import OwnGradients
 from .averaged_steps import AveragedSteps
 from .calls import AGES, Calls, Different, Row
@@ -20,6 +21,8 @@ from .common_weights import CommonWeights, Weight, scale_residuals
 from .fragments import Fragment, Turns
 from .lengths import Lengths
 from .peers import Attempt, Peers
+
+_NOTHING = torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,9 @@ class Round:
         self._devices = {parameter.device for parameter in engine.parameters}
         #: Calls until the round lands, and whether the last one has landed.
         self._left, self._landed = 0, False
-        #: By name of the weight, in its shape: in its dtype, and in that of the common weights.
+        #: By name of the weight, in its shape: in its dtype, and in that of the common weights, or not written out.
         self._progress: dict[str, Tensor] = {}
-        self._averages: dict[str, Tensor] = {}
+        self._averages: dict[str, Tensor | Average] = {}
         #: The calls that the averages are of; of peers, see :meth:`AveragedSteps.rates`.
         self._age, self._rates = 0, dict[str, Tensor]()
         # The weights of the last fragment that has arrived.
@@ -168,34 +171,58 @@ class Round:
 
     def finish(self) -> None:
         """Waits for the averages, and lands."""
-        self.arrive()
+        self._receive()
         self.land()
 
     # The road of a fragment.
 
     def _send(self, sent: _Sent) -> None:
         """Starts to exchange the progress, bucket by bucket."""
-        engine, fragment, squares = self._engine, sent.fragment, list[Tensor]()
+        engine, fragment, squares = self._engine, sent.fragment, dict[str, Tensor]()
         # The last parameters first: their buckets come first.
         for weight in reversed(fragment.weights):
             if self._delay and weight.sums is None:
                 with weight.order:
                     self._before[weight.name] = torch.empty_like(weight.common).copy_(weight.own)
-            progress = self._progress[weight.name] = self._common.progress(weight, not self._delay)
-            if self._lengths is not None and weight.sums is None:
-                squares.append(self._lengths.square(weight, progress))
+            if (place := self._subtracts(weight)) is not None:
+                progress, self._progress[weight.name] = self._before.get(weight.name, weight.own), _NOTHING
+                place.work.start(place.index, weight.common)
+            else:
+                progress = self._progress[weight.name] = self._common.progress(weight, not self._delay)
+                if self._lengths is not None and weight.sums is None:
+                    squares[weight.name] = self._lengths.square(weight, progress)
             check_gradient(weight.name, progress, weight.place)
             engine.arrive(weight.number, progress)
         count_gradients(engine, fragment, sent.age - 1)  # arrive() has counted one
         if self._peers is not None and self._common.summed:
             rates = self._rates["mean"] = self._averaged.rates(sent.age)
             engine.dense.arrive(None, rates, rates)
-        if squares:
-            self._squares = torch.stack(squares[::-1])
+        exchanged = [weight for weight in fragment.weights if weight.sums is None]
+        if self._lengths is not None and exchanged:
+            found = [squares[w.name] if w.name in squares else self._lengths.square(w, None) for w in exchanged]
+            self._squares = torch.stack(found)
             engine.dense.arrive(None, self._squares, self._squares)
         engine.dense.start(f"local.{fragment.number}")
 
+    def _subtracts(self, weight: Weight) -> Place | None:
+        """The place of a weight if the compressor gets it with its start, not its progress, and leaves averages in
+        codes."""
+        takes = weight.place is not None and weight.sums is None and weight.place.work.takes_starts
+        takes &= self._common.starts_common and self._engine.nodes.inside is None
+        return weight.place if takes and weight.own.dtype == weight.common.dtype else None
+
     def arrive(self) -> None:
+        """Waits for the averages, and writes them out, for a state."""
+        self._receive()
+        for weight in self._common.weights:
+            average = self._averages.get(weight.name, _NOTHING)
+            if not isinstance(average, Tensor):
+                with weight.order:
+                    written = torch.empty_like(weight.common)
+                    average.write(written.as_strided((written.numel(),), (1,)))
+                self._averages[weight.name] = written
+
+    def _receive(self) -> None:
         """Waits for the averages. With peers, a round that is not committed is in doubt."""
         sent = self._sent
         if sent is None:
@@ -210,8 +237,13 @@ class Round:
             self._engine.dense.write(self._engine.method)
             for work in sent.fragment.works:
                 work.bucket.write_results()
-            received, weights = self._released(sent), sent.fragment.weights
-            averages = {w.name: received[w.name].to(w.common.dtype) for w in weights}
+            received, averages = self._released(sent), dict[str, Tensor | Average]()
+            weights = sent.fragment.weights
+            for weight in weights:
+                if (place := self._subtracts(weight)) is not None:
+                    averages[weight.name] = place.work.average_of(place.index)
+                else:
+                    averages[weight.name] = received[weight.name].to(weight.common.dtype)
             if self._lengths is not None:
                 self._lengths.restore([weight for weight in weights if weight.sums is None], averages, squares)
             self._averages, self._applying = averages, False
@@ -224,10 +256,14 @@ class Round:
         with self._taken_back_on_failure():
             averages, self._averages, self._applying = self._averages, {}, True
             weights = [weight for weight in self._common.weights if weight.name in averages]
-            moved = [weight for weight in weights if weight.sums is None]
-            self._common.move(moved, averages)
-            stepped = self._averaged.step(averages, self._age, self._rates.get("mean"))
-            self._write(moved if stepped else weights, averages)
+            left = self._common.move([w for w in weights if w.sums is None], averages, self._before)
+            sums = {name: average for name, average in averages.items() if isinstance(average, Tensor)}
+            stepped = self._averaged.step(sums, self._age, self._rates.get("mean"))
+            left |= {} if stepped else sums
+            self._write([weight for weight in weights if weight.name in left], left)
+            for work in {w.place.work for w in weights if w.place is not None and self._peers is None}:
+                with work.bucket.order:
+                    work.commit()
             if self._decay != 1.0:
                 scale_residuals({w.place.work for w in weights if w.place is not None}, self._decay)
             self._landed, self._applying = True, False
@@ -281,9 +317,8 @@ class Round:
     def _write(self, weights: Iterable[Weight], extra: Mapping[str, Tensor]) -> None:
         """Writes weights of this rank: their start, what is ``extra`` by name, and the progress since ``before``. Sums
         get what is extra."""
-        nothing = torch.zeros((), dtype=torch.float32, device="cpu")
         for weight in weights:
-            before, left = self._before.pop(weight.name, None), extra.get(weight.name, nothing)
+            before, left = self._before.pop(weight.name, None), extra.get(weight.name, _NOTHING)
             with weight.order:
                 if weight.sums is not None:
                     weight.sums.add_(left)
@@ -346,7 +381,8 @@ class Round:
 
     def state(self) -> Tree:
         """The saved state, after :meth:`arrive`."""
-        each, ws = {"averages": self._averages, "before": self._before}, self._common.weights
+        each: dict[str, Any] = {"averages": self._averages, "before": self._before}
+        ws = self._common.weights
         found: dict[str, Tree] = {k: {w.name: OptionalTensor(t, w.name, w.common) for w in ws} for k, t in each.items()}
         if self._common.summed:
             rates = OptionalTensor(self._rates, "mean", self._averaged.rates(0))

@@ -1,5 +1,6 @@
 """The base class of methods that send every entry in each step."""
 
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from .. import ops
 from ..codecs.base import Channel, Codec
-from ..codecs.grouped_ring import means_by_group
+from ..codecs.scales import moments_table
 from ..engine.agreement import LIMIT, Agreement
 from ..engine.arguments import NamedParameters, check_flag
 from ..engine.bucket import Bucket
@@ -34,57 +35,70 @@ class EveryEntryWork(Work):
         super().restart()
         self._channel: Channel | None = None
         #: Whether the last step's values were subtracted from the residual.
-        self._sent = False
+        self._swapped = False
 
     def begin(self, step: Step) -> None:
         super().begin(step)
         self._invalid.zero_()
-        self._sent = False
+        self._swapped = False
         if not self._feedback:
             self.bucket.residual.zero_()  # it holds the gradients of a step that failed
         if self._channel is None:
             pieces = self.bucket.pieces
             self._channel = self._codec.channel(len(pieces), step.ranks, step.rank, self.bucket.device)
             self._channel.set_group_sizes([piece.blocks * BLOCK for piece in pieces])
+            self._table = moments_table(self._channel.edges)
 
     def first_requests(self) -> tuple[Request, ...]:
         assert self._channel is not None
         return self._channel.first_requests()
 
     def accumulate(self) -> None:
-        bucket = self.bucket
-        ops.accumulate(bucket.gradients, bucket.residual, bucket.table, self._invalid, 1.0 / self.step.scale)
+        ops.accumulate(*self._given())
+
+    def _given(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, float]:
+        """The first arguments of the operator."""
+        bucket, channel = self.bucket, self._channel
+        assert channel is not None
+        starts = [self.starts.get(index, empty) for index, empty in enumerate(bucket.nothing())]
+        where = bucket.table, channel.edges, self._table, self._squares if self.starts else None, self._invalid
+        return bucket.gradients, starts, bucket.residual, *where, 1.0 / self.step.scale
+
+    @cached_property
+    def _squares(self) -> Tensor:
+        """Sums of squares of gradients less their starts, by block."""
+        return torch.empty(self.bucket.blocks, dtype=torch.float64, device=self.bucket.device)
+
+    def _compared(self, exchange: Exchange) -> Exchange:
+        """An exchange, with a comparison of the ranks' steps and options, unless another message shows these."""
+        if self.step.compared:
+            return (yield from exchange)
+        digest = torch.full((1,), self.step.digest % LIMIT, dtype=torch.int64, device=self.bucket.device)
+        return (yield from together([self._agreement.compare(digest), exchange]))[-1]
 
     def exchange(self) -> Exchange:
         bucket, step, channel = self.bucket, self.step, self._channel
         assert channel is not None
         key, values = derive(step.seed, step.number, bucket.index), bucket.residual
-        parts: list[Exchange] = [means_by_group(channel, values, self._invalid, derive(key, step.rank))]
-        if not step.compared:  # no other message shows whether the ranks are in the same step, with the same options
-            digest = torch.full((1,), step.digest % LIMIT, dtype=torch.int64, device=bucket.device)
-            parts.insert(0, self._agreement.compare(digest))
-        means, error, wrong = (yield from together(parts))[-1]
-        for number, (piece, grad) in enumerate(zip(bucket.pieces, bucket.gradients, strict=True)):
+        mean, error = yield from self._compared(channel.average(values, self._invalid, derive(key, step.rank)))
+        for piece, grad in zip(bucket.pieces, bucket.gradients, strict=True):
             if not grad.numel():  # nobody receives its average
                 piece.of(error).copy_(piece.of(values))
                 continue
-            flat = grad.as_strided((piece.numel,), (1,))
-            mean = flat if flat.dtype == torch.float32 else torch.empty_like(flat, dtype=torch.float32)
-            means(number, mean)
-            if mean is not flat or step.scale != 1.0:
-                torch.mul(mean, step.scale, out=flat)
+            torch.mul(piece.of(mean)[: piece.numel], step.scale, out=grad.as_strided((piece.numel,), (1,)))
+        wrong = mean[:1].isnan()
         # Free on the CPU; a GPU would be synchronised.
         if not wrong.is_cpu or bool(wrong):
             error.copy_(torch.where(wrong, values, error))
         _swap(bucket.residual, error)
-        self._sent = self._feedback
+        self._swapped = self._feedback
         if not self._feedback:
             bucket.residual.zero_()
 
     def undo(self) -> None:
-        if self._sent and self._channel is not None:
+        if self._swapped and self._channel is not None:
             _swap(self.bucket.residual, self._channel.quantization_error)
-            self._sent = False
+            self._swapped = False
 
 
 def _swap(one: Tensor, other: Tensor) -> None:
@@ -104,7 +118,7 @@ class EveryEntry(Compressor):
         self._codec, self._feedback = values, check_flag("error_feedback", error_feedback)
         super().__init__(named_parameters, **common)
 
-    def work(self, bucket: Bucket) -> EveryEntryWork:
+    def work(self, bucket: Bucket) -> Work:
         return EveryEntryWork(bucket, self._codec, self._feedback)
 
     def options(self) -> dict[str, object]:

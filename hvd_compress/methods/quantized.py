@@ -5,6 +5,8 @@ from typing import Any
 from ..codecs.grouped_ring import GroupedRing
 from ..codecs.wide_lloyd import WideLloyd
 from ..engine.arguments import NamedParameters, check_integer
+from ..engine.bucket import Bucket
+from .coded_work import CodedWork
 from .every_entry import EveryEntry
 
 
@@ -60,5 +62,8 @@ class Quantized(EveryEntry):
         **common: Any,
     ) -> None:
         mean = None if mean_bits is None else WideLloyd(check_integer("mean_bits", mean_bits, 1, 8))
-        codec = GroupedRing(WideLloyd(bits), run, mean)
-        super().__init__(named_parameters, values=codec, error_feedback=error_feedback, **common)
+        self._ring = GroupedRing(WideLloyd(bits), run, mean)
+        super().__init__(named_parameters, values=self._ring, error_feedback=error_feedback, **common)
+
+    def work(self, bucket: Bucket) -> CodedWork:
+        return CodedWork(bucket, self._ring, self._feedback)

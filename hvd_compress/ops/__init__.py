@@ -15,11 +15,8 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import ParamSpec
 
-import torch
-from torch import Tensor
-
 from .. import reference
-from ..reference import Draw
+from ..reference import Draw as Draw
 from ._load import (
     COMPILED,
     COMPILED_CUDA,
@@ -43,6 +40,7 @@ def _operator(specification: Callable[P, None]) -> Callable[P, None]:
     return update_wrapper(compiled, specification, assigned=["__doc__"], updated=[])
 
 
+accumulate = _operator(reference.accumulate)
 accumulate_select = _operator(reference.accumulate_select)
 select = _operator(reference.select)
 gather = _operator(reference.gather)
@@ -57,15 +55,8 @@ lanes_encode = _operator(reference.lanes_encode)
 lanes_decode = _operator(reference.lanes_decode)
 codebook_encode = _operator(reference.codebook_encode)
 codebook_decode = _operator(reference.codebook_decode)
+codebook_mean = _operator(reference.codebook_mean)
+codebook_moments = _operator(reference.codebook_moments)
+codebook_move = _operator(reference.codebook_move)
 range_encode = _operator(reference.range_encode)
 range_decode = _operator(reference.range_decode)
-
-
-def accumulate(grads: list[Tensor], residual: Tensor, pieces: Tensor, invalid: Tensor, scale: float) -> None:
-    """:func:`accumulate_select` of no entry: adds a bucket's gradients times ``scale`` to the residual; zeros them."""
-    floors, indices = residual.new_empty(0), residual.new_empty(0, dtype=torch.uint8)
-    touched = residual.new_empty(len(grads), dtype=torch.int32)  # nobody reads it
-    nobody = Draw(phase=0, run=1, ranks=1, position=0, key=0, explore=0)
-    accumulate_select(
-        grads, residual, [], None, pieces, floors, indices, invalid, touched, None, scale, 0.0, 1.0, False, *nobody
-    )

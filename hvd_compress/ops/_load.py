@@ -14,6 +14,7 @@ from .. import reference
 _PACKAGE = __package__.rpartition(".")[0]
 #: Names of all operators.
 OPERATORS = (
+    *("accumulate", "codebook_mean", "codebook_moments", "codebook_move"),
     *("accumulate_select", "select", "gather", "scatter", "hadamard", "block_means_send", "block_means_keep"),
     *("moments", "lanes_prepare", "lanes_update", "lanes_encode", "lanes_decode"),
     *("codebook_encode", "codebook_decode", "range_encode", "range_decode"),

@@ -47,7 +47,7 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     return (stream.reshape(-1, 8, bits) * weight).sum(2).view(-1)[:n]
 
 
-def _summed(terms: Tensor) -> Tensor:
+def summed(terms: Tensor) -> Tensor:
     """Sums over the last dimension, in the order that :func:`moments` specifies."""
     rows = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % LANES)).view(*terms.shape[:-1], -1, LANES)
     sums = terms.new_zeros(*terms.shape[:-1], LANES)
@@ -74,8 +74,8 @@ def moments(values: Tensor, edges: Tensor, out: Tensor) -> None:
         square = mine.double() ** 2
         terms = torch.stack([square, square * square])
         if end - begin > PART:
-            terms = _summed(torch.nn.functional.pad(terms, (0, -(end - begin) % PART)).view(2, -1, PART))
-        out[group, :2] = _summed(terms)
+            terms = summed(torch.nn.functional.pad(terms, (0, -(end - begin) % PART)).view(2, -1, PART))
+        out[group, :2] = summed(terms)
         out[group, 2] = torch.where(mine.isnan(), 0.0, mine.abs()).max() if end > begin else 0.0
 
 
@@ -138,7 +138,7 @@ def codebook_encode(
     book: Tensor,
     kind: Tensor,
     codes: Tensor,
-    quantization_error: Tensor,
+    quantization_error: Tensor | None,
     bits: int,
 ) -> None:
     """Write the code of the nearest level; it decodes to ``level * scale``.
@@ -146,8 +146,9 @@ def codebook_encode(
     With ``levels = book[kind]`` of the value's group, the code is the number of midpoints ``(levels[i] + levels[i + 1])
     * 0.5`` below ``value * (1 / scale)`` (0 for a NaN).
 
-    ``values``, ``quantization_error``: float32, (n,). ``scale``: float32, (groups,). ``book``: float32, (kinds,
-    2**bits), rows ascending. ``kind``: int64, (groups,). ``codes``: uint8, (ceil(n / 8) * bits,). ``1 <= bits <= 8``.
+    ``values``: float32, (n,). ``quantization_error``: of this form, also ``values`` itself, or None. ``scale``:
+    float32, (groups,). ``book``: float32, (kinds, 2**bits), rows ascending. ``kind``: int64, (groups,). ``codes``:
+    uint8, (ceil(n / 8) * bits,). ``1 <= bits <= 8``.
     """
     each, number = _each(scale, edges), _each(kind, edges)
     scaled = values * (1.0 / each)
@@ -157,7 +158,8 @@ def codebook_encode(
         below = (midpoints < scaled[:, None]).sum(1)
         code = torch.where(number == row, below, code)
     codes.copy_(pack(code, bits))
-    quantization_error.copy_(values - book[number, code] * each)
+    if quantization_error is not None:
+        quantization_error.copy_(values - book[number, code] * each)
 
 
 def codebook_decode(

@@ -289,7 +289,8 @@ def feedback(codec: CodedRing, exchanges: list[Tensor], sizes: list[int]) -> dic
         norms.append(torch.stack([part.double().norm() for part in parts]))
     error, unsent, exact, held, own = torch.stack(norms[SETTLED:]).square().sum(0).sqrt().tolist()
     measured = {"error": error / exact, "unsent": unsent / exact, "residual": held / own}
-    bits = 4 * (channels[0].message.numel() + ranks * channels[0].reply.numel()) / sum(sizes)
+    (message,) = channels[0].first_requests()
+    bits = 4 * (message.tensor.numel() + ranks * message.following[0].tensor.numel()) / sum(sizes)
     return {"bits sent": f"{bits:.2f}", **{name: f"{value:.4f}" for name, value in measured.items()}}
 
 

@@ -46,7 +46,7 @@ RECIPES = {
 
 
 #: Arguments of the package's operators that they write without reading them.
-OUTPUTS = {"codes", "quantization_error", "out"}
+OUTPUTS = {"codes", "quantization_error", "out", "squares"}
 
 
 class Traffic(TorchDispatchMode):
@@ -68,6 +68,8 @@ class Traffic(TorchDispatchMode):
             written = argument.alias_info is not None and argument.alias_info.is_write
             fills = argument.is_out or (written and (name in ("copy_", "zero_", "fill_") or argument.name in OUTPUTS))
             fills |= name == "codebook_decode" and argument.name == "values" and not args[-1]
+            fills |= name == "codebook_mean" and argument.name == "mean"
+            fills |= name == "codebook_move" and argument.name == "own" and args[9] is None  # before
             writes |= written
             if name.startswith("new_") or name.endswith("_like"):  # only the form is read
                 break

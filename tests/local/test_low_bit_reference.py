@@ -46,8 +46,8 @@ def package(model, optimizers, collectives, bucket, **options):
     options |= {"on_averaged_gradients": averaged}
     options |= {"bucket_mb": bucket * 4 / 2**20, "collectives": collectives, "restore_length": False}
     local = recipes.low_bit(model, optimizer, PERIOD, **options)
-    buckets, weights = local.compression.buckets, local._rounds._common.weights
-    return local, optimizers, lambda: ([b.residual for b in buckets], [low_bit.flat(w.common) for w in weights])
+    works, weights = local.compression.engine.works, local._rounds._common.weights
+    return local, optimizers, lambda: ([work.unsent() for work in works], [low_bit.flat(w.common) for w in weights])
 
 
 def specification(model, optimizers, collectives, bucket, **options):

@@ -95,6 +95,7 @@ def test_messages_have_room_for_the_runs_of_every_part(sizes, ranks):
         channel.set_group_sizes(sizes)
         assert len(channel.own_runs) - 1 <= channel.columns
         assert channel.own_runs.diff().max() <= 100 if len(channel.own_runs) > 1 else channel.begin == channel.end
-    assert len({(c.message.shape, c.reply.shape) for c in channels}) == 1
+    messages = [c.first_requests()[0] for c in channels]
+    assert len({(m.tensor.shape, m.following[0].tensor.shape) for m in messages}) == 1
     assert sum(c.end - c.begin for c in channels) == sum(sizes)
     assert channels[0].place.unique().numel() == channels[0].place.numel()  # no two runs at one place

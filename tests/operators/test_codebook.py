@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from checks import agrees, agrees_within, bad_tensors, bounded, errors_add_up, on, opchecks, overlaps, refusals, threads
+from checks import agrees, agrees_within, bad_tensors, bounded, errors_add_up, on, opchecks, refusals, threads
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import MANY_EDGES, RUNS, bytes_for, bytes_of, group_edges, kinds, scales, seeds, values
@@ -210,4 +210,19 @@ BAD_DECODE = bad_tensors(values=5, edges=2) | {
 
 test_encode_refuses = refusals("codebook_encode", sample_encode, BAD_ENCODE)
 test_decode_refuses = refusals("codebook_decode", sample_decode, BAD_DECODE)
-test_overlap = overlaps("codebook_encode", sample_encode, [(6, 0)])
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_errors_in_place(device: str, bits: int) -> None:
+    """The errors may take the place of the values, or be left out; no other overlap is allowed."""
+    want = on(device, encode_arguments(MANY_EDGES[:6], "normal", "lloyd", 5, bits, 2))
+    values, codes = want[0].clone(), torch.empty_like(want[5])
+    ops.codebook_encode(*want)
+    ops.codebook_encode(values, *want[1:5], codes, None, bits)
+    assert torch.equal(values, want[0]) and torch.equal(codes, want[5])
+    codes.zero_()
+    ops.codebook_encode(values, *want[1:5], codes, values, bits)
+    assert torch.equal(values, want[6]) and torch.equal(codes, want[5])
+    memory = torch.empty(len(values) + 1, device=device)
+    with pytest.raises(RuntimeError, match="quantization_error must not overlap values"):
+        ops.codebook_encode(memory[1:], *want[1:5], codes, memory[:-1], bits)

@@ -40,7 +40,20 @@ def buckets(rows: torch.Tensor, blocks: int, slots: int, phase: int) -> dict[str
     flags, draw = torch.zeros(count, dtype=torch.int32), [phase, 3, 2, 1, 7, 2**31]
     state = [residual.clone(), grads, residual.flip(0), rows, torch.rand(count), indices.clone()]
     state += [flags[:1].clone(), flags]
+    runs = torch.tensor([0, *range(300, blocks * BLOCK, 512), blocks * BLOCK])
+    moments = torch.zeros(len(runs) - 1, 3).double()
     return {
+        "accumulate": [
+            grads,
+            [grad[:0] for grad in grads],
+            residual.clone(),
+            rows,
+            runs,
+            moments,
+            None,
+            flags[:1],
+            1.0,
+        ],
         "accumulate_select": [grads, *state, means.clone(), 0.5, 0.9, 1.0, False, *draw],
         "select": [[grad.float() for grad in grads], rows, indices.clone(), *draw],
         "gather": [residual, indices, rows, torch.zeros(slots), phase],
@@ -83,6 +96,21 @@ def grouped(edges: torch.Tensor, kind: torch.Tensor, base: torch.Tensor, n: int)
         "lanes_decode": [words, steps, edges, values, 9, 0.5],
         "codebook_encode": [values, steps, edges, book, kind, few, error, 3],
         "codebook_decode": [few, steps, edges, book, kind, values, 3, True],
+        "codebook_mean": [
+            few.repeat(3, 1),
+            values,
+            steps.repeat(3, 1),
+            edges,
+            book,
+            kind.repeat(3, 1),
+            error.clone(),
+            torch.zeros(groups, 3).double(),
+            1,
+            0,
+            3,
+        ],
+        "codebook_moments": [few, steps, edges, book, kind, torch.zeros(1, 3).double(), n, 3],
+        "codebook_move": [few, steps, edges, book, kind, None, values.clone(), None, error.clone(), None, 1.0, 0.0, 3],
         "range_encode": [values, base, edges, codes, error, 4, 3, 7],
         "range_decode": [codes, base, edges, values, 4, 3, 7, False],
     }
