@@ -69,7 +69,7 @@ BASELINES = ("dense", "fp16")
 #: a bucket that it exchanges, without what it gathers from other ranks: as scripts/lab/bench_memory.py has measured.
 MEMORY = {
     "low_bit": (12.4, 3.2), "DeMo": (4.9, 0.3), "IWP": (4.5, 0.1), "IWP, lloyd4": (4.5, 0.1), "FFT": (8.4, 5.5),
-    "MIPD": (12.4, 11.0), "SlimDP": (16.7, 1.4), "MP2": (14.4, 5.2), "FFT, gather": (8.6, 7.8),
+    "MIPD": (12.4, 9.0), "SlimDP": (16.7, 1.4), "MP2": (14.4, 5.2), "FFT, gather": (8.6, 7.8),
     "DeMo, gather": (4.3, 14.0), "TopK": (4.1, 12.3), "DGC": (8.0, 12.2), "PowerSGD": (8.0, 17.0),
     "Quantized": (8.8, 5.2), "QSGD": (16.5, 2.2), "TernGrad": (12.5, 22.0), "dense": (0.0, 0.0), "fp16": (0.0, 0.0),
 }  # fmt: skip
