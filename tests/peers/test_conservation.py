@@ -370,17 +370,32 @@ def grad_of(peer):
 
 
 def test_a_state_in_flight_is_loaded_by_another_peer():
+    """With the calls and the rates that its averages are of."""
     made = dict(make=partial(torch.optim.AdamW, lr=0.01), **IN_FLIGHT)
     lighthouse, peers = begin("quantized", peer=Averaged, count=1, **made)
     (peer,) = peers.values()
-    lighthouse.run(list(peers), lambda member: peer.train_until(4))
-    saved = copy.deepcopy(peer.saved())
-    peer.local_step(peer.steps)
+    adamw(peer)
+
+    def until_in_flight(member):
+        peer.train_until(4)
+        while (sent := peer.local._rounds._round._sent) is None or all(w.sums is None for w in sent.fragment.weights):
+            peer.local_step(peer.steps)
+            peer.steps += 1
+            peer.local.step()
+        return saved.append(copy.deepcopy(peer.saved()))
+
+    saved = []
+    lighthouse.run(list(peers), until_in_flight)
     again, fresh = begin("quantized", peer=Averaged, count=1, **made)
     (other,) = fresh.values()
-    other.resume(saved)
-    assert all(torch.equal(a, b) for a, b in zip(peer.common(), other.common(), strict=True))
-    again.run(list(fresh), lambda member: other.train_until(6))
+    other.resume(saved[0])
+    other.by_averages.param_groups[0]["lr"] = 1.0  # another place of a schedule
+    for world, one in ((lighthouse, peer), (again, other)):
+        before = [w.common.clone() for w in one.summed()]
+        one.local_step(peer.steps)
+        world.run([one.member], lambda member, one=one: one.local.step())
+        assert one.idle and any(not torch.equal(b, w.common) for b, w in zip(before, one.summed(), strict=True))
+    check_equal([peer, other])
 
 
 def test_a_peer_that_joins_has_the_weights_of_the_others_and_no_gradients_of_its_own():
