@@ -88,7 +88,7 @@ struct Sent<0> {
 };
 
 template <int kBits>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResident)
     accumulate_tiles(const __grid_constant__ Accumulate args,
                      const __grid_constant__ TensorBlocks tensors) {
   HVD_SHARED(float, memory, kBookSize);

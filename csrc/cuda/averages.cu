@@ -84,7 +84,7 @@ void codebook_moments_cuda(Tensor codes, Tensor scale, Tensor edges, Tensor book
 }
 
 template <int kBits>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResident)
     move_tiles(const __grid_constant__ Move args, const uint8_t* __restrict__ codes) {
   HVD_SHARED(float, memory, kBookSize);
   const float* levels = levels_of(args.codebook, memory);

@@ -21,7 +21,7 @@ struct Encoding : Decoding {
 };
 
 template <int kBits>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResident)
     encode_tiles(const __grid_constant__ Codebook args, const float* values, float* error,
                  uint8_t* __restrict__ codes) {
   constexpr int kLevels = 1 << kBits;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int kBits>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResident)
     decode_tiles(const __grid_constant__ Codebook args, const uint8_t* __restrict__ codes,
                  float* __restrict__ values, bool add) {
   HVD_SHARED(float, memory, kBookSize);

@@ -16,6 +16,9 @@ constexpr int kLanes = 32;
 constexpr int kPerLane = kBlock / kLanes;  // entries of a block per lane
 constexpr int kWarps = 8;                  // per thread block
 constexpr int kThreads = kWarps * kLanes;
+// Thread blocks that a multiprocessor has at the least: for kernels with many values a lane, which
+// then have 128 registers, and spill none to fit in more blocks.
+constexpr int kResident = 2;
 constexpr unsigned kAll = 0xffffffffu;
 
 // Makes the tensor's device current, and launches kernels on its current stream.
