@@ -176,7 +176,7 @@ class Bucket:
                 self._originals[index] = None
 
     def mark_written(self) -> None:
-        """Notes that this package has written the gradients last: zeros, once they are in the state, or averages."""
+        """Notes that the gradients are in the state, and not changed since, or are averages."""
         self._versions = [None if grad is None else grad._version for grad in self._originals]
 
     def zero(self, but: Container[int] = ()) -> None:

@@ -46,6 +46,21 @@ class Weight:
         return local(self.parameter).detach()
 
     @property
+    def alike(self) -> bool:
+        """Whether this rank's weights lie in memory as the common ones, in the same dtype."""
+        own, common = self.own, self.common
+        return (own.dtype, own.stride()) == (common.dtype, common.stride())
+
+    def written(self, average: Tensor | Average) -> Tensor:
+        """An average as a tensor like the common weights."""
+        if isinstance(average, Tensor):
+            return average
+        with self.order:
+            tensor = torch.empty_like(self.common)
+            average.write(tensor.as_strided((tensor.numel(),), (1,)))
+            return tensor
+
+    @property
     def order(self) -> AbstractContextManager[object]:
         """The stream order of the work on it."""
         return nullcontext() if self.place is None else self.place.work.bucket.order
@@ -162,11 +177,12 @@ class CommonWeights:
         for weight in weights:
             average = averages.pop(weight.name)
             with weight.order:
-                if not isinstance(average, Tensor):
+                if not isinstance(average, Tensor) and weight.alike:
                     then = before.pop(weight.name, None)
                     average.move(weight.common, weight.velocity, weight.own, then, self._lr, self._momentum)
+                    torch.autograd.graph.increment_version(weight.own)
                     continue
-                step, left[weight.name] = parted(average)
+                step, left[weight.name] = parted(weight.written(average))
                 if weight.velocity is not None:
                     weight.velocity.mul_(self._momentum).add_(step)
                     step = step + weight.velocity * self._momentum

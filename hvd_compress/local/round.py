@@ -91,6 +91,8 @@ class Round:
         #: By name of the weight, in its shape: in its dtype, and in that of the common weights, or not written out.
         self._progress: dict[str, Tensor] = {}
         self._averages: dict[str, Tensor | Average] = {}
+        #: By name, where the compressor has weights that it got with their starts.
+        self._coded: dict[str, Place] = {}
         #: The calls that the averages are of; of peers, see :meth:`AveragedSteps.rates`.
         self._age, self._rates = 0, dict[str, Tensor]()
         # The weights of the last fragment that has arrived.
@@ -179,19 +181,22 @@ class Round:
     def _send(self, sent: _Sent) -> None:
         """Starts to exchange the progress, bucket by bucket."""
         engine, fragment, squares = self._engine, sent.fragment, dict[str, Tensor]()
+        self._coded.clear()
         # The last parameters first: their buckets come first.
         for weight in reversed(fragment.weights):
             if self._delay and weight.sums is None:
                 with weight.order:
                     self._before[weight.name] = torch.empty_like(weight.common).copy_(weight.own)
             if (place := self._subtracts(weight)) is not None:
-                progress, self._progress[weight.name] = self._before.get(weight.name, weight.own), _NOTHING
-                place.work.start(place.index, weight.common)
+                progress = self._before.get(weight.name, weight.own)
             else:
                 progress = self._progress[weight.name] = self._common.progress(weight, not self._delay)
                 if self._lengths is not None and weight.sums is None:
                     squares[weight.name] = self._lengths.square(weight, progress)
             check_gradient(weight.name, progress, weight.place)
+            if place is not None:
+                self._progress[weight.name], self._coded[weight.name] = _NOTHING, place
+                place.work.start(place.index, weight.common)
             engine.arrive(weight.number, progress)
         count_gradients(engine, fragment, sent.age - 1)  # arrive() has counted one
         if self._peers is not None and self._common.summed:
@@ -209,18 +214,13 @@ class Round:
         codes."""
         takes = weight.place is not None and weight.sums is None and weight.place.work.takes_starts
         takes &= self._common.starts_common and self._engine.nodes.inside is None
-        return weight.place if takes and weight.own.dtype == weight.common.dtype else None
+        return weight.place if takes and weight.alike else None
 
     def arrive(self) -> None:
         """Waits for the averages, and writes them out, for a state."""
         self._receive()
-        for weight in self._common.weights:
-            average = self._averages.get(weight.name, _NOTHING)
-            if not isinstance(average, Tensor):
-                with weight.order:
-                    written = torch.empty_like(weight.common)
-                    average.write(written.as_strided((written.numel(),), (1,)))
-                self._averages[weight.name] = written
+        weights = [weight for weight in self._common.weights if weight.name in self._averages]
+        self._averages |= {weight.name: weight.written(self._averages[weight.name]) for weight in weights}
 
     def _receive(self) -> None:
         """Waits for the averages. With peers, a round that is not committed is in doubt."""
@@ -240,7 +240,7 @@ class Round:
             received, averages = self._released(sent), dict[str, Tensor | Average]()
             weights = sent.fragment.weights
             for weight in weights:
-                if (place := self._subtracts(weight)) is not None:
+                if (place := self._coded.get(weight.name)) is not None:
                     averages[weight.name] = place.work.average_of(place.index)
                 else:
                     averages[weight.name] = received[weight.name].to(weight.common.dtype)

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from local_workers import SPARSE, on_both_hosts, same, sgd, workers
+from local_workers import SPARSE, assert_nothing_is_lost, on_both_hosts, same, sgd, workers
 
 from hvd_compress import LocalSteps, NoCompression, Quantized
 
@@ -288,3 +288,39 @@ def test_ranks_must_take_the_same_weights():
     load(group[1], saved)
     with pytest.raises(RuntimeError, match="different weights in take_weights"):
         world.run(lambda i: group[i].local.take_weights())
+
+
+def reordered(group):
+    for worker in group:
+        worker.model.conv.to(memory_format=torch.contiguous_format)
+        worker.model.conv.weight.grad = None
+
+
+@pytest.mark.parametrize("settings", ["low_bit", "low_bit, delayed", "sparse buffer", "sparse weights"])
+def test_another_memory_order_is_refused_and_nothing_is_lost(settings):
+    world, group = workers(2, ordered=True, **{**SETTINGS[settings], "period": 3, "watch_weights": False})
+    reordered(group)
+
+    def refused(i):
+        group[i].train(2)
+        group[i].local_step(2)
+        with pytest.raises(ValueError, match=r"conv\.weight: had strides"):
+            group[i].local.step()
+
+    world.run(refused)
+    assert_nothing_is_lost(group, SETTINGS[settings].get("unsent", "weights"))
+
+
+def test_a_landing_is_that_of_tensors_by_index():
+    """Parameters in another memory order than at the beginning of the round; and a graph of before is out of date."""
+    (world, group), (other_world, others) = (workers(2, ordered=True, **LOW_BIT, period=3, delay=2) for _ in range(2))
+    world.run(lambda i: group[i].train(4))
+    reordered(group)
+    versions = [p._version for p in group[0].model.parameters()]
+    world.run(lambda i: group[i].local_step(4))
+    stepped = [p._version for p in group[0].model.parameters()]
+    assert world.run(lambda i: group[i].local.step()) == [True] * 2
+    landed = [p._version for p in group[0].model.parameters()]
+    assert all(a < b < c for a, b, c in zip(versions, stepped, landed, strict=True))
+    other_world.run(lambda i: others[i].train(5))
+    assert all(same(one, two) for one, two in zip(group, others, strict=True))
