@@ -59,6 +59,11 @@ class AveragedSteps:
         self.after_step()
         if not own:
             return
+        if any("step" in group for group in optimizer.param_groups):  # it also counts calls without gradients
+            raise ValueError(
+                f"{type(optimizer).__name__} of on_averaged_gradients counts steps in its parameter groups: take one "
+                "that counts in the states of parameters, as torch.optim.AdamW does, also with fused=True"
+            )
         if not optimizer.state and not (begun and any(group.get("lr") for group in optimizer.param_groups)):
             grads = [p.grad for p in own if p.grad is not None]
             if grads and not any(bool(local(grad).any()) for grad in grads):
@@ -117,7 +122,7 @@ class AveragedSteps:
                         group["lr"] = rate
                     _give(parameters, gradients)
                     if weights:
-                        # Hooks have seen the gradients of each call: they would clip again, or count twice.
+                        # Without its wrapper, which runs global hooks, too.
                         unwrap(type(optimizer).step, stop=lambda step: not hasattr(step, "hooked"))(optimizer)
             finally:
                 _give(parameters, before)
@@ -175,10 +180,15 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
 
     Moments and counts become those of H steps (first steps of SGD with dampening: nearly), and the weight moves by H
     times the last of these. Other settings are as they are: most decays of weights are factors of the learning rate.
+    The optimizer has no hooks in it: they have seen the gradients of each call, and would clip again, or count twice.
     """
-    settings = [dict(group) for group in optimizer.param_groups]
+    settings = list[tuple[dict[str, Any], dict[str, Any]]]()
+    hooks: list[dict[int, Any]] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    hooked = [dict(each) for each in hooks]
     counts = {p: state["step"] for p in gradients if "step" in (state := optimizer.state.get(p, {}))}
     try:
+        for each in hooks:
+            each.clear()
         for group in optimizer.param_groups:
             summing = group.get("momentum") if "dampening" in group else None
             factor = sum((summing or 0.0) ** number for number in range(calls))
@@ -188,7 +198,9 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
             found = {key: value for key in powers if (value := group.get(key))}
             new = {k: tuple(b**calls for b in v) if isinstance(v, tuple | list) else v**calls for k, v in found.items()}
             scaled = {"lr": calls, **({"weight_decay": factor} if isinstance(optimizer, SGD) else {})}
-            group.update(new | {key: group[key] * by for key, by in scaled.items() if key in group})
+            new |= {key: group[key] * by for key, by in scaled.items() if key in group}
+            settings.append((group, {key: group[key] for key in new}))
+            group.update(new)
         for p, steps in counts.items():
             optimizer.state[p]["step"] = steps // calls if isinstance(steps, int) else steps / calls
         yield
@@ -197,5 +209,7 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
     finally:
         for p, steps in counts.items():
             optimizer.state[p]["step"] = steps
-        for group, before in zip(optimizer.param_groups, settings, strict=True):
+        for group, before in settings:  # not those that the optimizer has changed itself
             group.update(before)
+        for each, those in zip(hooks, hooked, strict=True):
+            each.update(those)

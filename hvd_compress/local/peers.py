@@ -23,9 +23,9 @@ _REMEMBERED = 1024
 
 class Peers:
     """The quorums and commits of rounds, and healing: a rank that is behind gets the common weights, the outer
-    momentum, the states and settings of optimizers on averaged gradients, and the numbers of rounds and of local steps.
-    Its own progress since its last round, and its residual, stay, and are exchanged in the next one; a rank that has
-    ended no round so far has none.
+    momentum, the states and settings (not ``lr``) of optimizers on averaged gradients, and the numbers of rounds and
+    of local steps. Its own progress since its last round, and its residual, stay, and are exchanged in the next one; a
+    rank that has ended no round so far has none.
 
     Args:
         members: the ranks.
@@ -108,7 +108,10 @@ class Peers:
         check(self._shared(), state["state"])
         load(self._shared(), state["state"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            rates = [{key: group[key] for key in ("lr",) if key in group} for group in optimizer.param_groups]
             optimizer.load_state_dict(deepcopy(saved))  # which keeps the tensors that it gets
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group.update(rate)  # its schedule goes on from there
         self._committed = list(state["committed"])
         self.healed = True
 

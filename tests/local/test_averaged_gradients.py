@@ -356,6 +356,52 @@ def test_hooks_run_in_the_users_steps_only():
         handle.remove()
 
 
+def test_own_hooks_do_not_run_in_the_exchange_where_a_step_calls_its_bases():
+    sgd([torch.nn.Parameter(torch.ones(1))])  # torch wraps the step of a class when the first object is made
+    world, (worker,) = workers(1, **{**ALL, "optimizer": partial(Derived, lr=0.1), "period": 2})
+    (optimizer,), seen = worker.averaged, []
+    handle = optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    worker.local_step(0)
+    once = seen.copy()
+    worker.local_step(1)
+    before = worker.weights()
+    assert world.run(lambda i: worker.local.step()) == [False] and world.run(lambda i: worker.local.step()) == [True]
+    assert seen == 2 * once and once and not equal(before, worker.weights())
+    handle.remove()
+    worker.local_step(2)
+    assert seen == 2 * once + [each for each in once if each == "after"]
+
+
+class Estimating(torch.optim.SGD):
+    """Keeps a setting in its groups, as Prodigy, and a count if ``counts``, as Apex's FusedAdam."""
+
+    counts = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if any(p.grad is not None for p in group["params"]):
+                group["d"] = group.get("d", 1.0) * 2
+            if self.counts:
+                group["step"] = group.get("step", 0) + 1
+        return super().step(closure)
+
+
+def test_settings_that_an_optimizer_changes_itself_stay():
+    world, (worker,) = workers(1, **{**ALL, "optimizer": partial(Estimating, lr=0.1, momentum=0.9)})
+    world.run(lambda i: worker.train(6))
+    (group,) = worker.averaged[0].param_groups
+    assert group["d"] == 2.0**3 and group["lr"] == 0.1 and group["momentum"] == 0.9
+
+
+def test_a_count_of_steps_in_groups_is_refused():
+    counting = type("Counting", (Estimating,), {"counts": True})
+    world, (worker,) = workers(1, **{**ALL, "optimizer": partial(counting, lr=0.1)})
+    with pytest.raises(ValueError, match="Counting of on_averaged_gradients counts steps in its parameter groups"):
+        world.run(lambda i: worker.train(2))
+
+
 def test_sparse_gradients_are_summed():
     results = []
     for sparse in (False, True):

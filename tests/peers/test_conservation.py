@@ -347,6 +347,18 @@ def test_states_travel_to_peers_that_missed_rounds_or_join(options, fault, joins
     assert len(counts) == 1 and counts.pop() > 13
 
 
+def test_a_healed_peer_goes_on_with_its_own_schedule():
+    """torch's schedules compute a rate from the last one."""
+    lighthouse, peers = begin("dense", count=2, peer=Averaged)
+    lighthouse.run(list(peers), lambda member: peers[member].train_until(1))
+    new = Averaged(lighthouse, 3, KINDS["dense"], model=mixed_model(seed=5))
+    for peer in peers.values():
+        peer.by_averages.param_groups[0]["lr"] = 0.025
+    peers[new.member] = new
+    lighthouse.run(list(peers), lambda m: new.join() if m is new.member else peers[m].train_until(3))
+    assert [peer.by_averages.param_groups[0]["lr"] for peer in peers.values()] == [0.025, 0.025, 0.1]
+
+
 def test_the_mean_gradient_and_rate_are_of_all_calls():
     """Of peers that have taken unequally many."""
     lighthouse, peers = begin("dense", count=2, peer=Averaged)
