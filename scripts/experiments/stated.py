@@ -266,7 +266,7 @@ STATED: list[tuple[str, str, Source]] = [
     ("local_steps", "it lost 1.7 %, `low_bit` {} %", over(simulated(rate=6e-3), SIMULATED_DENSE)),
     ("results", "one seed each, {} at 4.5e-3", simulated([0], averages="once", rate=4.5e-3)),
     ("results", "at 4.5e-3 and {} at 9e-3", simulated([0], averages="once", rate=9e-3)),
-    ("results", "AdamW in place of signs {}.", simulated([0], averages="once", rate=6e-3, task="gpt-adamw")),
+    ("results", "AdamW in place of signs {};", simulated([0], averages="once", rate=6e-3, task="gpt-adamw")),
     ("results", "on 32 ranks {}.", simulated([0], ranks=32, averages="once", rate=6e-3)),
     ("results", "and again by the averages, have {} on 4", simulated(ranks=4, averages="replay", own=1, rate=6e-3)),
     ("results", "on 4 ranks, `low_bit` {} at its best", simulated(ranks=4, rate=4.5e-3)),
