@@ -211,7 +211,7 @@ case $experiment in
     gpt terngrad 3e-3,6e-3,1e-2 "" "$half"
     gpt quantized@4bits 1.5e-3,3e-3,6e-3,1e-2 "" "$half --bits 4"
     gpt quantized@8bits 3e-3,6e-3,1e-2 "" "$half --bits 8"
-    gpt powersgd@2 3e-3,6e-3,1e-2 "" "$half --rank 2"
+    gpt powersgd@2 1.5e-3,3e-3,6e-3,1e-2 "" "$half --rank 2"
     gpt fp16@local-25 3e-3,6e-3,1e-2 "" "--local-steps 25"
     gpt none@diloco-50 1.5e-3,3e-3,6e-3,1e-2 "" "$diloco"
     report "$out"

@@ -324,6 +324,7 @@ STATED: list[tuple[str, str, Source]] = [
             ("as DiLoCo | 50 | {} |", "gpt-adamw", "none@diloco-50-3e-3"),
             ("36 % | 3e-3 (1.5e-3: {}) |", "gpt-adamw", "none@diloco-50-1.5e-3"),
             ("PowerSGD, rank 2 | 66 | {} |", "gpt-adamw", "powersgd@2-3e-3"),
+            ("34 % | 3e-3 (1.5e-3: {})", "gpt-adamw", "powersgd@2-1.5e-3"),
             ("2 bits at 4.5e-3, one seed: {} at once", "gpt-muon", "quantized@45-4.5e-3-0"),
             ("(ring A) {} with three fragments", "gpt-muon", "quantized@fragments-4.5e-3"),
             ("three fragments, {} with a delay", "gpt-muon", "quantized@delay-4.5e-3"),
