@@ -71,7 +71,7 @@ MEMORY = {
     "low_bit": (8.4, 3.1), "DeMo": (4.9, 0.3), "IWP": (4.5, 0.1), "IWP, lloyd4": (4.5, 0.1), "FFT": (8.4, 5.5),
     "MIPD": (12.4, 9.0), "SlimDP": (16.7, 1.4), "MP2": (14.4, 5.2), "FFT, gather": (8.6, 7.8),
     "DeMo, gather": (4.3, 14.0), "TopK": (4.1, 12.3), "DGC": (8.0, 12.2), "PowerSGD": (8.0, 17.0),
-    "Quantized": (7.2, 1.4), "QSGD": (16.5, 2.2), "TernGrad": (12.5, 22.0), "dense": (0.0, 0.0), "fp16": (0.0, 0.0),
+    "Quantized": (6.2, 2.2), "QSGD": (16.5, 2.2), "TernGrad": (12.5, 22.0), "dense": (0.0, 0.0), "fp16": (0.0, 0.0),
 }  # fmt: skip
 #: The advice of docs/choosing.md for each optimizer, the first choice first.
 ADVISED = {"muon": ("low_bit",), "adamw": ("low_bit", "DeMo"), "sgd": ("DeMo", "IWP")}
