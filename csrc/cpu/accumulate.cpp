@@ -4,19 +4,12 @@
 #include <atomic>
 
 #include "codebook.h"
+#include "convert.h"
 #include "moments.h"
 #include "pieces.h"
 
 namespace hvd_compress {
 namespace {
-
-// Converts a block's entries to float32, followed by zeros.
-template <typename T>
-HVD_BODY void convert(const void* grad, int64_t first, int inside, float* __restrict to) {
-  const T* __restrict from = static_cast<const T*>(grad) + first;
-  for (int i = 0; i < inside; ++i) to[i] = static_cast<float>(from[i]);
-  for (int i = inside; i < kBlock; ++i) to[i] = 0.0f;
-}
 
 // The sum of squares of a block, in the order of moments.
 HVD_BODY double square_of(const float* __restrict steps) {
@@ -42,16 +35,8 @@ struct AddBlocks {
     for (int64_t block = begin; block < end; ++block) {
       int64_t first = block * kBlock;
       int inside = tensor->inside(block);
-      switch (tensor->dtype) {
-        case ScalarType::Float:
-          convert<float>(tensor->data, first, inside, steps);
-          break;
-        case ScalarType::Half:
-          convert<Half>(tensor->data, first, inside, steps);
-          break;
-        default:
-          convert<BFloat16>(tensor->data, first, inside, steps);
-      }
+      const char* grad = static_cast<const char*>(tensor->data) + first * tensor->entry_size();
+      convert(grad, tensor->dtype, inside, steps);
       if (starts) {
         for (int i = 0; i < inside; ++i) steps[i] -= starts[first + i];
       }

@@ -4,8 +4,8 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <atomic>
-#include <type_traits>
 
+#include "convert.h"
 #include "hadamard.h"
 #include "isa.h"
 #include "pieces.h"
@@ -16,31 +16,6 @@ namespace {
 
 constexpr int64_t kGrain = 128;  // blocks per thread, at least
 constexpr uint32_t kInvalid = 1, kTouched = 2;
-
-// Converts a block's entries to float32, followed by zeros. Returns kTouched if any is neither 0
-// nor -0.
-template <typename T>
-HVD_BODY uint32_t convert(const T* __restrict from, int inside, float* __restrict to) {
-  using Word = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
-  Word any = 0;
-  for (int i = 0; i < inside; ++i) {
-    any |= bits_as<Word>(from[i]);
-    to[i] = static_cast<float>(from[i]);
-  }
-  for (int i = inside; i < kBlock; ++i) to[i] = 0.0f;
-  return static_cast<Word>(any << 1) ? kTouched : 0;
-}
-
-HVD_BODY uint32_t convert(const void* from, ScalarType dtype, int inside, float* to) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return convert(static_cast<const float*>(from), inside, to);
-    case ScalarType::Half:
-      return convert(static_cast<const Half*>(from), inside, to);
-    default:
-      return convert(static_cast<const BFloat16*>(from), inside, to);
-  }
-}
 
 // The mean of a block, by pairwise summation as in the reference.
 HVD_BODY float block_mean(const float* __restrict steps, int inside) {
@@ -143,7 +118,7 @@ struct Blocks {
       float scale = args->scale;
       uint32_t counts = kInvalid | kTouched;  // of what accumulate_block finds
       if (!plain || args->keeps_gradient() || inside < kBlock) {
-        found |= convert(grad, tensor->dtype, inside, converted);
+        found |= convert(grad, tensor->dtype, inside, converted) ? kTouched : 0;
         steps = converted;
       }
       if (args->keeps_gradient()) {
