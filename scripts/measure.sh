@@ -233,6 +233,7 @@ case $experiment in
     local_muon fragments-500 16 "1 --buffer-decay 0.9 --bucket-mb 0.3 --fragments 4" 3e-3
     local_muon late-500 16 "1 --buffer-decay 0.9 ${late[*]} 4" 3e-3
     optimizer=muon gpt quantized@fragments-delay 3e-3,4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3 --delay 1)"
+    optimizer=muon gpt quantized@delay-2 4.5e-3,6e-3 "" "$(few_bits 3 2 --delay 2)"
     optimizer=muon gpt quantized@delay 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --delay 1)"
     optimizer=muon gpt quantized@fragments 4.5e-3 "" "$(few_bits 3 2 --bucket-mb 0.3 --fragments 3)"
     optimizer=muon gpt topk@sparseloco 2e-3,3e-3,6e-3 1/45 "--dense-values fp16 --local-steps 10 --unsent buffer --buffer-decay 0.95"
@@ -373,9 +374,9 @@ case $experiment in
     export "${sleep[@]}"
     few=$(few_bits 3 2)
     having fp16 "${ring[@]}"
-    late="$few --fragments 3 --delay 1 --bucket-mb 8" options=()
-    methods=fp16,ddp-quantized@few,ddp-quantized@late
-    options+=(--option "ddp-quantized@few:$few" --option "ddp-quantized@late:$late")
+    late="$few --fragments 3 --delay 1 --bucket-mb 8"
+    methods=fp16,ddp-quantized@few,ddp-quantized@delay,ddp-quantized@late
+    options=(--option "ddp-quantized@few:$few" --option "ddp-quantized@delay:$few --delay 2" --option "ddp-quantized@late:$late")
     for measured in "100 10gbit,1gbit" "350 100mbit"; do
       read -r pause rates <<<"$measured"
       exchange --pause-ms "$pause" --rate "$rates" --steps 4 --max-seconds 60 --methods "$methods" "${options[@]}" \
