@@ -59,16 +59,20 @@ class AveragedSteps:
         self.after_step()
         if not own:
             return
-        if any("step" in group for group in optimizer.param_groups):  # it also counts calls without gradients
-            raise ValueError(
-                f"{type(optimizer).__name__} of on_averaged_gradients counts steps in its parameter groups: take one "
-                "that counts in the states of parameters, as torch.optim.AdamW does, also with fused=True"
-            )
+        self.refuse_counts(optimizer)
         if not optimizer.state and not (begun and any(group.get("lr") for group in optimizer.param_groups)):
             grads = [p.grad for p in own if p.grad is not None]
             if grads and not any(bool(local(grad).any()) for grad in grads):
                 return
         self._hook = optimizer.register_step_pre_hook(self._take)
+
+    def refuse_counts(self, optimizer: Optimizer) -> None:
+        """Raises ``ValueError`` for an optimizer on averaged gradients that counts calls in its groups."""
+        if optimizer in self._weights and any("step" in group for group in optimizer.param_groups):
+            raise ValueError(
+                f"{type(optimizer).__name__} of on_averaged_gradients counts steps in its parameter groups: take one "
+                "that counts in the states of parameters, as torch.optim.AdamW does, also with fused=True"
+            )
 
     @modes_off
     def _take(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -321,6 +321,8 @@ class Rounds(Clock):
         if self._averaged.stepping:
             return
         self._averaged.after_step()
+        if self._exchanging:
+            self._averaged.refuse_counts(optimizer)
         self._guards.after_optimizer_step(optimizer, self._exchanging, self._begun)
 
     def __contains__(self, optimizer: Optimizer) -> bool:
