@@ -356,12 +356,14 @@ def test_hooks_run_in_the_users_steps_only():
         handle.remove()
 
 
-def test_own_hooks_do_not_run_in_the_exchange_where_a_step_calls_its_bases():
+@pytest.mark.parametrize("own", [True, False], ids=["own", "of all"])
+def test_hooks_do_not_run_in_the_exchange_where_a_step_calls_its_bases(own):
     sgd([torch.nn.Parameter(torch.ones(1))])  # torch wraps the step of a class when the first object is made
     world, (worker,) = workers(1, **{**ALL, "optimizer": partial(Derived, lr=0.1), "period": 2})
     (optimizer,), seen = worker.averaged, []
-    handle = optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    pre = optimizer.register_step_pre_hook if own else register_optimizer_step_pre_hook
+    post = optimizer.register_step_post_hook if own else register_optimizer_step_post_hook
+    handle, other = pre(lambda *_: seen.append("before")), post(lambda *_: seen.append("after"))
     worker.local_step(0)
     once = seen.copy()
     worker.local_step(1)
@@ -370,6 +372,8 @@ def test_own_hooks_do_not_run_in_the_exchange_where_a_step_calls_its_bases():
     assert seen == 2 * once and once and not equal(before, worker.weights())
     handle.remove()
     worker.local_step(2)
+    other.remove()
+    worker.local_step(3)
     assert seen == 2 * once + [each for each in once if each == "after"]
 
 
