@@ -227,7 +227,7 @@ class Rounds(Clock):
             if chosen is not None:
                 chosen.check_same(levels, label, device)
             if any(row.extra for row in rows):
-                average_weights(engine, self._common, self._averaged, self._turns)
+                average_weights(engine, self._common, self._averaged, self._turns, self._round)
             if chosen is not None:
                 chosen.exchange(levels, label, device, engine.stats.count_request)
             engine.stats.end_step()
