@@ -269,7 +269,7 @@ class Round:
             stepped = self._averaged.step(sums, self._age, self._rates.get("mean"))
             left |= {} if stepped else sums
             self._write([weight for weight in weights if weight.name in left], left)
-            for work in {w.place.work for w in weights if w.place is not None and self._peers is None}:
+            for work in {w.place.work for w in weights if w.place is not None}:
                 with work.bucket.order:
                     work.commit()
             if self._decay != 1.0:
