@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from harness import random_steps, replicas, residuals, together
-from methods import FORGETFUL, METHODS
+from methods import FORGETFUL, METHODS, SMALL
 from models import compressed, gradients
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
@@ -121,6 +121,27 @@ def test_gradients_of_a_step_that_failed_before_the_exchange_stay_in_the_residua
     rank.compression.reset()
     assert not given.grad.any() and (rank.compression.residual("wide.weight") == 1.0).all()
     assert (written.grad == 2.0).all() and not rank.compression.residual("deep.weight").any()
+
+
+@pytest.mark.parametrize("size", [2, (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["quantized", "qsgd", "powersgd", "iwp-fp32", "fft", "mp2-silent"])
+def test_a_gradient_that_another_one_is_added_to_in_flight_counts_once(name, size):
+    """By a second backward pass, which Horovod refuses after the gradient was added; or clipped."""
+    world, ranks = replicas(size, METHODS[name], **SMALL)
+    random_steps(world, ranks, range(2))
+    (rank,), before = ranks[:1], residuals(ranks[0])
+    named = [(key, p) for key, p in rank.model.named_parameters() if compressed(p)]
+    for _, p in named:
+        p.grad = torch.ones_like(p)
+        rank.compression.compress(p.grad)
+    assert rank.compression.engine.exchanges.running  # the other ranks have not come
+    for _, p in named:
+        p.grad.add_(2.0)
+    rank.compression.reset()
+    for key, p in named:
+        assert bool((p.grad == 2.0).all()), key
+        if name not in FORGETFUL and size == 2:
+            torch.testing.assert_close(residuals(rank)[key], before[key] + 1.0, rtol=0, atol=1e-5)
 
 
 def test_the_next_step_works_after_a_failed_exchange():
