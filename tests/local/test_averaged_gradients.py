@@ -570,6 +570,22 @@ def test_sums_are_each_ranks_own_in_a_checkpoint():
     world.run(lambda i: group[i].compression.engine.clock.check_equal_weights())
 
 
+def test_a_state_without_the_rates_of_averages_in_flight_is_refused():
+    """Of format 7, too: it is of the days when Muon's momentum was a sum, which the optimizer's own state has."""
+    world, group = workers(2, **LOW_BIT)
+    world.run(lambda i: group[i].train(4))
+    state = world.run(lambda i: group[i].compression.state_dict())[0]
+    assert state["format"] == 7
+    del state["local_steps"]["in_flight"]["of"]["rates"]
+    before = group[0].common(), group[0].weights(), group[0].compression.step
+    with pytest.raises(
+        ValueError, match=r"^local_steps.in_flight.of.rates: missing from .* \(is it of another version"
+    ):
+        group[0].compression.load_state_dict(state)
+    assert equal(before[0], group[0].common()) and equal(before[1], group[0].weights())
+    assert group[0].compression.step == before[2]
+
+
 @on_both_hosts
 @pytest.mark.parametrize("at", range(2))
 def test_what_a_failed_exchange_has_summed_is_exchanged_later(at, ordered):
