@@ -268,10 +268,10 @@ class Round:
             sums = {name: average for name, average in averages.items() if isinstance(average, Tensor)}
             stepped = self._averaged.step(sums, self._age, self._rates.get("mean"))
             left |= {} if stepped else sums
-            self._write([weight for weight in weights if weight.name in left], left)
             for work in {w.place.work for w in weights if w.place is not None}:
                 with work.bucket.order:
                     work.commit()
+            self._write([weight for weight in weights if weight.name in left], left)
             if self._decay != 1.0:
                 scale_residuals({w.place.work for w in weights if w.place is not None}, self._decay)
             self._landed = True

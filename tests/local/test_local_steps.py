@@ -12,6 +12,7 @@ from harness import random_steps, replicas, set_collectives, together, toy_model
 from local_workers import (
     CALL,
     DELAYED,
+    IN_TURN,
     SPARSE,
     Worker,
     alone_at,
@@ -33,6 +34,7 @@ from optimizers import muon_and_adamw
 from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, Quantized, SlimDP, TopK
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.hosts.ddp import DDPHost
+from hvd_compress.methods.coded_work import CodedWork
 
 
 def doubles(worker):
@@ -635,3 +637,19 @@ def test_parameters_that_share_memory_move_as_one():
 
     for weight in world.run(rank):
         assert torch.allclose(weight, first - 0.2, atol=0.02)
+
+
+@pytest.mark.parametrize("mode", [{}, IN_TURN, DELAYED], ids=str)
+def test_weights_with_the_residual_are_made_without_a_copy_of_it(mode, monkeypatch):
+    """Which would be held until all weights have landed: 4 bytes a parameter."""
+    copied, unsent = [], CodedWork.unsent
+
+    def spy(work):
+        residual = unsent(work)
+        copied.append(residual is not work.bucket.residual)
+        return residual
+
+    monkeypatch.setattr(CodedWork, "unsent", spy)
+    world, group = workers(2, build=partial(Quantized, **SMALL), unsent="weights", **mode)
+    world.run(lambda i: group[i].train(9))
+    assert copied and not any(copied)
