@@ -359,6 +359,8 @@ class Rounds(Clock):
             self._common.take(self._common.ids)
         if not self._round.waits:
             return
+        if not self._settings.delay:
+            raise RuntimeError("state_dict() within step(), in a signal handler? Weights are differences: save later")
         with self._calls.meeting(Row("state_dict()")):
             self._round.arrive()
         if self._peers is not None:

@@ -653,3 +653,27 @@ def test_weights_with_the_residual_are_made_without_a_copy_of_it(mode, monkeypat
     world, group = workers(2, build=partial(Quantized, **SMALL), unsent="weights", **mode)
     world.run(lambda i: group[i].train(9))
     assert copied and not any(copied)
+
+
+@on_both_kinds
+def test_a_state_is_not_saved_within_a_step(unsent):
+    """By a signal handler, as Lightning's for SLURM: without a delay the parameters are not weights there."""
+    world, group = workers(2, unsent=unsent)
+    world.run(lambda i: group[i].train(4))
+    for worker in group:
+
+        def interrupted(worker=worker):
+            del worker.compression.engine.finish
+            worker.local.state_dict()
+            worker.compression.engine.finish()
+
+        worker.compression.engine.finish = interrupted
+    with pytest.raises(RuntimeError, match=r"^state_dict\(\) within step\(\), in a signal handler\?.* save later"):
+        world.run(lambda i: group[i].train(2, first=4))
+    for worker in group:  # one of them may have failed before it came there
+        vars(worker.compression.engine).pop("finish", None)
+    assert_nothing_is_lost(group, unsent)
+    world = in_a_new_world(group)
+    world.run(lambda i: group[i].train(3, first=6))
+    assert_nothing_is_lost(group, unsent)
+    assert world.run(lambda i: group[i].saved())
