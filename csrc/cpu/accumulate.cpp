@@ -75,7 +75,7 @@ void accumulate_cpu(std::vector<Tensor> grads, std::vector<Tensor> starts, Tenso
   Rows rows{args.sent, table.data(), nullptr};
   std::atomic<int32_t> bad{0};
   auto write = [&](int64_t first, int64_t last) {
-    if (decode) decode(&rows, args.codes, args.residual, true, first / 8, last / 8);
+    if (decode) decode(&rows, args.codes, args.residual + first, true, first / 8, last / 8);
     for_parts(args.pieces, count, first / kBlock, last / kBlock,
               [&](int64_t i, int64_t begin, int64_t end) {
                 const PieceTensor& tensor = tensors.rows[i];

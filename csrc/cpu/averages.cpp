@@ -38,7 +38,7 @@ void codebook_mean_cpu(Tensor rows, Tensor values, Tensor scale, Tensor edges, T
         if (i == args.rank) {
           run_best<AddValues>(args.values + first, args.mean + first, i > 0, count);
         } else {
-          decode(&senders[i], args.codes + i * args.stride, args.mean, i > 0, first / 8,
+          decode(&senders[i], args.codes + i * args.stride, args.mean + first, i > 0, first / 8,
                  (last + 7) / 8);
         }
       }
@@ -61,7 +61,7 @@ void codebook_moments_cpu(Tensor codes, Tensor scale, Tensor edges, Tensor book,
     alignas(64) float decoded[kPart];
     for (int64_t part = begin; part < end; ++part) {
       int64_t first = part * kPart, last = std::min(first + kPart, count);
-      decode(&rows, const_data<uint8_t>(codes), decoded - first, false, first / 8, (last + 7) / 8);
+      decode(&rows, const_data<uint8_t>(codes), decoded, false, first / 8, (last + 7) / 8);
       sums[part] = run_best<PartMoments>(decoded, last - first);
     }
   });
@@ -102,7 +102,7 @@ void codebook_move_cpu(Tensor codes, Tensor scale, Tensor edges, Tensor book, Te
     for (int64_t first = begin * kStretch; first < std::min(end * kStretch, size);
          first += kStretch) {
       int64_t last = std::min(first + kStretch, size);
-      decode(&rows, const_data<uint8_t>(codes), decoded - first, false, first / 8, (last + 7) / 8);
+      decode(&rows, const_data<uint8_t>(codes), decoded, false, first / 8, (last + 7) / 8);
       run_best<MoveEntries>(&args, decoded, first, last);
     }
   });

@@ -49,7 +49,7 @@ void codebook_decode_cpu(Tensor codes, Tensor scale, Tensor edges, Tensor book, 
   float* to = data<float>(values);
   DecodeUnits decode = decoder(args.bits);
   torch::stable::parallel_for(0, (args.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
-    decode(&rows, from, to, add, begin, end);
+    decode(&rows, from, to + begin * 8, add, begin, end);
   });
 }
 

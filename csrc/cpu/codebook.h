@@ -172,7 +172,7 @@ void with_bits(int bits, const F& f) {
   if constexpr (kBits > 1) with_bits<kBits - 1>(bits, f);
 }
 
-// Decodes the units `begin` to `end` of codes.
+// Decodes the units `begin` to `end` of codes to `values`, which begin with those of `begin`.
 using DecodeUnits = void (*)(const Rows* rows, const uint8_t* codes, float* values, bool add,
                              int64_t begin, int64_t end);
 

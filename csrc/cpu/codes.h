@@ -118,7 +118,8 @@ HVD_BODY void fetch_next(const T* chunk, int64_t size, int64_t left) {
   for (int64_t i = size; i < end; i += kLine) __builtin_prefetch(chunk + i);
 }
 
-// Encode and Decode process the units `begin` to `end`.
+// Encode and Decode process the units `begin` to `end`. Decode's `values` begin with those of
+// `begin`.
 
 template <typename Code, typename Digit, typename Packing>
 struct Encode {
@@ -156,7 +157,7 @@ struct Decode {
                            int64_t begin, int64_t end) {
     alignas(64) Digit digits[kChunk];
     Packing packing(code->bits);
-    int64_t group = code->groups.find(begin * 8);
+    int64_t group = code->groups.find(begin * 8), start = begin * 8;
     for (; begin < end; begin += kUnits) {
       int units = static_cast<int>(end - begin < kUnits ? end - begin : kUnits);
       int64_t first = begin * 8, last = first + units * 8;
@@ -166,7 +167,7 @@ struct Decode {
       packing.unpack(packed, units, digits);
       for_runs(code->groups, group, first, last,
                [&](int64_t group, int64_t from, int64_t to) HVD_INLINE {
-                 code->decode(group, digits + (from - first), values + from,
+                 code->decode(group, digits + (from - first), values + (from - start),
                               static_cast<int>(to - from), add);
                });
     }
@@ -186,7 +187,7 @@ void encode_plain(const Code& code, const float* values, float* error, uint8_t* 
 template <typename Digit, typename Code>
 void decode_plain(const Code& code, const uint8_t* codes, float* values, bool add) {
   torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
-    run_best<Decode<Code, Digit, Plain>>(&code, codes, values, add, begin, end);
+    run_best<Decode<Code, Digit, Plain>>(&code, codes, values + begin * 8, add, begin, end);
   });
 }
 
@@ -208,7 +209,7 @@ void encode_wide(const Code& code, const float* values, float* error, uint8_t* c
 template <typename Code>
 void decode_wide(const Code& code, const uint8_t* codes, float* values, bool add) {
   torch::stable::parallel_for(0, (code.size + 7) / 8, kGrain, [&](int64_t begin, int64_t end) {
-    Isa<Decode<Code, uint16_t, Wide>>::v4(&code, codes, values, add, begin, end);
+    Isa<Decode<Code, uint16_t, Wide>>::v4(&code, codes, values + begin * 8, add, begin, end);
   });
 }
 #endif

@@ -130,9 +130,9 @@ class Bucket:
         """Whether some gradients have arrived and others are missing, so that none is in the state."""
         return self._missing < len(self.pieces) and not self._collected
 
-    def clear(self) -> None:
-        """Prepares for the next step."""
-        count = len(self.pieces)
+    def clear(self, shared: bool = False) -> None:
+        """Prepares for the next step. ``shared``: others may add to gradients before these are averages."""
+        count, self._shared = len(self.pieces), shared
         self.gradients: list[Tensor] = []
         # By piece, the tensor that the host passed in and gets back.
         self._originals: list[Tensor | None] = [None] * count
@@ -175,8 +175,10 @@ class Bucket:
             if grad is not None and grad._version != version:
                 self._originals[index] = None
 
-    def mark_written(self) -> None:
-        """Notes that the gradients are in the state, and not changed since, or are averages."""
+    def mark_written(self, averages: bool = True) -> None:
+        """Notes that the gradients are ``averages``, or in the state, and not changed since."""
+        if self._shared and not averages:
+            self.zero()
         self._versions = [None if grad is None else grad._version for grad in self._originals]
 
     def zero(self, but: Container[int] = ()) -> None:

@@ -131,7 +131,7 @@ class Engine:
         step = Step(number, between.rank, between.size, scale, self._seed, self._settings, compared)
         self._begun = works
         for work in works:
-            work.bucket.clear()
+            work.bucket.clear(shared=by_host)  # Horovod passes in what is the parameter's gradient
             with work.bucket.order:
                 work.begin(step)
         # Last: if a method could not begin, there is nothing to undo and the next gradient begins again.
@@ -280,7 +280,7 @@ def _accumulate(work: Work) -> None:
     with bucket.order, stage("accumulate"):
         bucket.collect()
         work.accumulate()
-        bucket.mark_written()
+        bucket.mark_written(averages=False)
 
 
 def _whole_exchange(work: Work) -> Exchange:

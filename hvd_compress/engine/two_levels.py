@@ -51,7 +51,7 @@ def two_level_exchange(work: Work, nodes: Nodes) -> Exchange:
     bucket = work.bucket
     bucket.collect()
     flat = _packed(bucket, 1.0 / nodes.ranks)
-    bucket.mark_written()
+    bucket.mark_written(averages=False)
     flat = yield reduce(flat, bucket.owner, to_all=not nodes.everyone.ordered)
     if bucket.owner == nodes.rank:
         bucket.replace_gradients(flat)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -16,7 +17,7 @@ from ..engine.agreement import hash_of
 from ..engine.engine import Engine
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
-from ..engine.optimizers import parameters_of
+from ..engine.optimizers import HOOKS, parameters_of
 from ..engine.shards import local
 from .common_weights import Weight, parted
 
@@ -59,16 +60,20 @@ class AveragedSteps:
         self.after_step()
         if not own:
             return
-        if any("step" in group for group in optimizer.param_groups):  # it also counts calls without gradients
-            raise ValueError(
-                f"{type(optimizer).__name__} of on_averaged_gradients counts steps in its parameter groups: take one "
-                "that counts in the states of parameters, as torch.optim.AdamW does, also with fused=True"
-            )
+        self.refuse_counts(optimizer)
         if not optimizer.state and not (begun and any(group.get("lr") for group in optimizer.param_groups)):
             grads = [p.grad for p in own if p.grad is not None]
             if grads and not any(bool(local(grad).any()) for grad in grads):
                 return
         self._hook = optimizer.register_step_pre_hook(self._take)
+
+    def refuse_counts(self, optimizer: Optimizer) -> None:
+        """Raises ``ValueError`` for an optimizer on averaged gradients that counts calls in its groups."""
+        if optimizer in self._weights and any("step" in group for group in optimizer.param_groups):
+            raise ValueError(
+                f"{type(optimizer).__name__} of on_averaged_gradients counts steps in its parameter groups: take one "
+                "that counts in the states of parameters, as torch.optim.AdamW does, also with fused=True"
+            )
 
     @modes_off
     def _take(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -122,7 +127,7 @@ class AveragedSteps:
                         group["lr"] = rate
                     _give(parameters, gradients)
                     if weights:
-                        # Without its wrapper, which runs global hooks, too.
+                        # Without its wrapper, which would tell compressors of it.
                         unwrap(type(optimizer).step, stop=lambda step: not hasattr(step, "hooked"))(optimizer)
             finally:
                 _give(parameters, before)
@@ -171,6 +176,9 @@ def _give(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor | None
         p.grad = gradients.get(p)
 
 
+def _no_hook(*_: object) -> None: ...
+
+
 @contextmanager
 def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls: int) -> Iterator[None]:
     """A context in which one step of an optimizer stands for H = ``calls`` by equal gradients g, which it scales::
@@ -180,15 +188,17 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
 
     Moments and counts become those of H steps (first steps of SGD with dampening: nearly), and the weight moves by H
     times the last of these. Other settings are as they are: most decays of weights are factors of the learning rate.
-    The optimizer has no hooks in it: they have seen the gradients of each call, and would clip again, or count twice.
+    No hooks of the user run in it: they have seen the gradients of each call, and would clip again, or count twice.
     """
     settings = list[tuple[dict[str, Any], dict[str, Any]]]()
-    hooks: list[dict[int, Any]] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    hooked = [dict(each) for each in hooks]
+    own: list[dict[int, Any]] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    # Their places in torch's dicts stay: another thread may iterate over these, or be here.
+    every, kept = [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks], (*HOOKS, _no_hook)
+    hooked = [(hooks, {key: hook for key, hook in hooks.items() if hook not in kept}) for hooks in every]
     counts = {p: state["step"] for p in gradients if "step" in (state := optimizer.state.get(p, {}))}
     try:
-        for each in hooks:
-            each.clear()
+        for hooks, users in hooked:
+            hooks.update(dict.fromkeys(users, _no_hook))
         for group in optimizer.param_groups:
             summing = group.get("momentum") if "dampening" in group else None
             factor = sum((summing or 0.0) ** number for number in range(calls))
@@ -211,5 +221,5 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
             optimizer.state[p]["step"] = steps
         for group, before in settings:  # not those that the optimizer has changed itself
             group.update(before)
-        for each, those in zip(hooks, hooked, strict=True):
-            each.update(those)
+        for hooks, users in hooked:
+            hooks.update(users)

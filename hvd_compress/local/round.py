@@ -159,6 +159,13 @@ class Round:
                 self._engine.exchanges.take_turns()
         return False
 
+    @contextmanager
+    def applying(self, weights: Sequence[Weight] = ()) -> Iterator[None]:
+        """A context in which averages are applied, which ``weights`` may hold. Not ended by errors or interrupts."""
+        self._applying, self._landing = True, weights
+        yield
+        self._applying = False
+
     def refuse_applied_in_part(self) -> None:
         """Raises ``RuntimeError`` if a landing was interrupted, and no other weights were taken since."""
         if self._applying:
@@ -232,41 +239,42 @@ class Round:
             self._engine.finish()
             if self._peers is not None and not self._commit(self._peers, sent):
                 return
-            self._sent, self._applying, self._age, self._landing = None, True, sent.age, sent.fragment.weights
-            squares, self._squares = self._squares, None
-            self._engine.dense.write(self._engine.method)
-            for work in sent.fragment.works:
-                work.bucket.write_results()
-            received, averages = self._released(sent), dict[str, Tensor | Average]()
             weights = sent.fragment.weights
-            for weight in weights:
-                if (place := self._coded.get(weight.name)) is not None:
-                    averages[weight.name] = place.work.average_of(place.index)
-                else:
-                    averages[weight.name] = received[weight.name].to(weight.common.dtype)
-            if self._lengths is not None:
-                self._lengths.restore([weight for weight in weights if weight.sums is None], averages, squares)
-            self._averages, self._applying = averages, False
+            with self.applying(weights):
+                self._sent, self._age = None, sent.age
+                squares, self._squares = self._squares, None
+                self._engine.dense.write(self._engine.method)
+                for work in sent.fragment.works:
+                    work.bucket.write_results()
+                received, averages = self._released(sent), dict[str, Tensor | Average]()
+                for weight in weights:
+                    if (place := self._coded.get(weight.name)) is not None:
+                        averages[weight.name] = place.work.average_of(place.index)
+                    else:
+                        averages[weight.name] = received[weight.name].to(weight.common.dtype)
+                if self._lengths is not None:
+                    self._lengths.restore([weight for weight in weights if weight.sums is None], averages, squares)
+                self._averages = averages
 
     def land(self) -> None:
         """Moves the common weights by the averages, and makes the new weights of this rank."""
         self._left = 0
         if not self._averages:
             return
-        with self._taken_back_on_failure():
-            averages, self._averages, self._applying = self._averages, {}, True
+        with self._taken_back_on_failure(), self.applying(self._landing):
+            averages, self._averages = self._averages, {}
             weights = [weight for weight in self._common.weights if weight.name in averages]
             left = self._common.move([w for w in weights if w.sums is None], averages, self._before)
             sums = {name: average for name, average in averages.items() if isinstance(average, Tensor)}
             stepped = self._averaged.step(sums, self._age, self._rates.get("mean"))
             left |= {} if stepped else sums
-            self._write([weight for weight in weights if weight.name in left], left)
-            for work in {w.place.work for w in weights if w.place is not None and self._peers is None}:
+            for work in {w.place.work for w in weights if w.place is not None}:
                 with work.bucket.order:
                     work.commit()
+            self._write([weight for weight in weights if weight.name in left], left)
             if self._decay != 1.0:
                 scale_residuals({w.place.work for w in weights if w.place is not None}, self._decay)
-            self._landed, self._applying = True, False
+            self._landed = True
 
     def take_back(self) -> bool:
         """Called when the engine was reset: compressed progress is in the residual, and is zero here. Weights whose

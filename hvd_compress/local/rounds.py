@@ -227,7 +227,7 @@ class Rounds(Clock):
             if chosen is not None:
                 chosen.check_same(levels, label, device)
             if any(row.extra for row in rows):
-                average_weights(engine, self._common, self._averaged, self._turns)
+                average_weights(engine, self._common, self._averaged, self._turns, self._round)
             if chosen is not None:
                 chosen.exchange(levels, label, device, engine.stats.count_request)
             engine.stats.end_step()
@@ -321,6 +321,8 @@ class Rounds(Clock):
         if self._averaged.stepping:
             return
         self._averaged.after_step()
+        if self._exchanging:
+            self._averaged.refuse_counts(optimizer)
         self._guards.after_optimizer_step(optimizer, self._exchanging, self._begun)
 
     def __contains__(self, optimizer: Optimizer) -> bool:
@@ -357,6 +359,8 @@ class Rounds(Clock):
             self._common.take(self._common.ids)
         if not self._round.waits:
             return
+        if not self._settings.delay:
+            raise RuntimeError("state_dict() within step(), in a signal handler? Weights are differences: save later")
         with self._calls.meeting(Row("state_dict()")):
             self._round.arrive()
         if self._peers is not None:

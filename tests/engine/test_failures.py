@@ -1,16 +1,18 @@
 """Steps that fail: nothing of the gradients is lost or counted twice, and the next step works."""
 
+import itertools
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
-from harness import random_steps, replicas, residuals, together
-from methods import FORGETFUL, METHODS
+from harness import random_steps, replicas, residuals, set_collectives, together
+from methods import EACH, FORGETFUL, METHODS, SMALL, WITHOUT_RESIDUAL
 from models import compressed, gradients
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from hvd_compress import IWP, MIPD, MP2, QSGD, SlimDP, TernGrad
+from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.engine import exchange
 
 WRITING = ["iwp-fp32", "topk", "fft", "fft-gather", "mipd-lloyd4", "mp2-guessing", "dgc", "qsgd", "terngrad"]
@@ -121,6 +123,27 @@ def test_gradients_of_a_step_that_failed_before_the_exchange_stay_in_the_residua
     rank.compression.reset()
     assert not given.grad.any() and (rank.compression.residual("wide.weight") == 1.0).all()
     assert (written.grad == 2.0).all() and not rank.compression.residual("deep.weight").any()
+
+
+@pytest.mark.parametrize("size", [2, (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["quantized", "qsgd", "powersgd", "iwp-fp32", "fft", "mp2-silent"])
+def test_a_gradient_that_another_one_is_added_to_in_flight_counts_once(name, size):
+    """By a second backward pass, which Horovod refuses after the gradient was added; or clipped."""
+    world, ranks = replicas(size, METHODS[name], **SMALL)
+    random_steps(world, ranks, range(2))
+    (rank,), before = ranks[:1], residuals(ranks[0])
+    named = [(key, p) for key, p in rank.model.named_parameters() if compressed(p)]
+    for _, p in named:
+        p.grad = torch.ones_like(p)
+        rank.compression.compress(p.grad)
+    assert rank.compression.engine.exchanges.running  # the other ranks have not come
+    for _, p in named:
+        p.grad.add_(2.0)
+    rank.compression.reset()
+    for key, p in named:
+        assert bool((p.grad == 2.0).all()), key
+        if name not in FORGETFUL and size == 2:
+            torch.testing.assert_close(residuals(rank)[key], before[key] + 1.0, rtol=0, atol=1e-5)
 
 
 def test_the_next_step_works_after_a_failed_exchange():
@@ -243,3 +266,59 @@ def test_an_exchange_goes_on_while_gradients_of_the_next_bucket_arrive(monkeypat
         rank.compression.compress(p.grad)
     first = [at for at, name in started if name.startswith(f"{rank.compression.engine.exchanges.label}.0.")]
     assert first == [4, 5, 6], "the first bucket waits for the second to be full"
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_whatever_a_step_has_exchanged_when_it_fails_the_state_is_as_before(name):
+    """At each of its collectives, as it starts and as its result is due; and if its average is discarded."""
+    _, ranks = replicas(2, METHODS[name], host="loop", **SMALL)
+    random_steps(ranks[0].world, ranks, range(5))
+    shared, held = [shared_state(rank) for rank in ranks], [residuals(rank) for rank in ranks]
+    for at, waits in itertools.product(range(100), (False, True)):
+        world = ThreadWorld(2, ordered=True)
+        for rank in ranks:
+            set_collectives(rank.compression, world.collectives(rank.rank))
+            rank.compression.engine._generation = world
+            fail(rank, at, waits)
+        grads = [gradients(rank.model, seed=100 * at + rank.rank) for rank in ranks]
+        given = [[g.double().clone() for g in grad] for grad in grads]
+        try:
+            together(world, ranks, grads)
+            ended = True
+        except ConnectionError:
+            ended = False
+        for rank, before, mine, grad in zip(ranks, shared, held, given, strict=True):
+            if ended:
+                rank.compression.discard_step()
+            torch.testing.assert_close(shared_state(rank), before, rtol=0, atol=1e-6)
+            for (key, p), g in zip(rank.model.named_parameters(), grad, strict=True):
+                if compressed(p):
+                    mine[key] += g if ended else g - p.grad.double()  # not of buckets that have not begun
+            if name not in WITHOUT_RESIDUAL:
+                torch.testing.assert_close(residuals(rank), mine, rtol=0, atol=1e-4)
+        if ended:
+            break
+    assert ended and at
+
+
+def shared_state(rank):
+    return tensors_of(rank.compression.state_dict()["shared"])
+
+
+def fail(rank, at, waits):
+    """Lets the ``at``-th collective from now on fail: as it starts, or as its result is waited for."""
+    start, count = rank.compression.engine.collectives.start, iter(range(1000))
+
+    def broken(*_):
+        raise ConnectionError
+
+    def failing(request, name):
+        if next(count) != at:
+            return start(request, name)
+        if not waits:
+            broken()
+        handle = start(request, name)
+        handle.result = broken
+        return handle
+
+    rank.compression.engine.collectives.start = failing

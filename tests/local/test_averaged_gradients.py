@@ -356,12 +356,14 @@ def test_hooks_run_in_the_users_steps_only():
         handle.remove()
 
 
-def test_own_hooks_do_not_run_in_the_exchange_where_a_step_calls_its_bases():
+@pytest.mark.parametrize("own", [True, False], ids=["own", "of all"])
+def test_hooks_do_not_run_in_the_exchange_where_a_step_calls_its_bases(own):
     sgd([torch.nn.Parameter(torch.ones(1))])  # torch wraps the step of a class when the first object is made
     world, (worker,) = workers(1, **{**ALL, "optimizer": partial(Derived, lr=0.1), "period": 2})
     (optimizer,), seen = worker.averaged, []
-    handle = optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    pre = optimizer.register_step_pre_hook if own else register_optimizer_step_pre_hook
+    post = optimizer.register_step_post_hook if own else register_optimizer_step_post_hook
+    handle, other = pre(lambda *_: seen.append("before")), post(lambda *_: seen.append("after"))
     worker.local_step(0)
     once = seen.copy()
     worker.local_step(1)
@@ -370,6 +372,8 @@ def test_own_hooks_do_not_run_in_the_exchange_where_a_step_calls_its_bases():
     assert seen == 2 * once and once and not equal(before, worker.weights())
     handle.remove()
     worker.local_step(2)
+    other.remove()
+    worker.local_step(3)
     assert seen == 2 * once + [each for each in once if each == "after"]
 
 
@@ -396,10 +400,13 @@ def test_settings_that_an_optimizer_changes_itself_stay():
 
 
 def test_a_count_of_steps_in_groups_is_refused():
+    """In the first call, in which Apex's FusedAdam begins to count; also of a loaded state, which has the count."""
     counting = type("Counting", (Estimating,), {"counts": True})
-    world, (worker,) = workers(1, **{**ALL, "optimizer": partial(counting, lr=0.1)})
-    with pytest.raises(ValueError, match="Counting of on_averaged_gradients counts steps in its parameter groups"):
-        world.run(lambda i: worker.train(2))
+    _, (worker,) = workers(1, **{**ALL, "optimizer": partial(counting, lr=0.1)})
+    for calls in range(1, 3):
+        with pytest.raises(ValueError, match="Counting of on_averaged_gradients counts steps in its parameter groups"):
+            worker.local_step(0)
+        assert worker.averaged[0].param_groups[0]["step"] == 1, calls
 
 
 def test_sparse_gradients_are_summed():
@@ -561,6 +568,22 @@ def test_sums_are_each_ranks_own_in_a_checkpoint():
     world.run(lambda i: group[i].local.finish())
     reshard(world.run(lambda i: group[i].compression.state_dict()))
     world.run(lambda i: group[i].compression.engine.clock.check_equal_weights())
+
+
+def test_a_state_without_the_rates_of_averages_in_flight_is_refused():
+    """Of format 7, too: it is of the days when Muon's momentum was a sum, which the optimizer's own state has."""
+    world, group = workers(2, **LOW_BIT)
+    world.run(lambda i: group[i].train(4))
+    state = world.run(lambda i: group[i].compression.state_dict())[0]
+    assert state["format"] == 7
+    del state["local_steps"]["in_flight"]["of"]["rates"]
+    before = group[0].common(), group[0].weights(), group[0].compression.step
+    with pytest.raises(
+        ValueError, match=r"^local_steps.in_flight.of.rates: missing from .* \(is it of another version"
+    ):
+        group[0].compression.load_state_dict(state)
+    assert equal(before[0], group[0].common()) and equal(before[1], group[0].weights())
+    assert group[0].compression.step == before[2]
 
 
 @on_both_hosts

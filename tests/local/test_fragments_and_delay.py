@@ -431,9 +431,18 @@ def test_a_round_that_cannot_begin_is_due_in_the_next_call(monkeypatch):
 
 
 @pytest.mark.parametrize("then", ["take_weights", "load"])
-@pytest.mark.parametrize("owner, place", [(CommonWeights, "move"), (AveragedSteps, "step"), (Round, "_write")])
+@pytest.mark.parametrize(
+    "owner, place, in_finish",
+    [
+        *(
+            (owner, place, False)
+            for owner, place in [(CommonWeights, "move"), (AveragedSteps, "step"), (Round, "_write")]
+        ),
+        *((owner, place, True) for owner, place in [(CommonWeights, "replace"), (AveragedSteps, "step")]),
+    ],
+)
 def test_after_a_round_that_was_interrupted_while_it_was_applied_all_calls_are_an_error(
-    owner, place, then, monkeypatch
+    owner, place, in_finish, then, monkeypatch
 ):
     """The other ranks have its averages, and this one would train on with other common weights, or save them."""
 
@@ -446,7 +455,7 @@ def test_after_a_round_that_was_interrupted_while_it_was_applied_all_calls_are_a
     with monkeypatch.context() as failing:
         failing.setattr(owner, place, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            worker.train(1, first=2)
+            worker.local.finish() if in_finish else worker.train(1, first=2)
     local, compression = worker.local, worker.compression
     calls = [local.step, local.finish, local.end, local.state_dict, compression.state_dict]
     for call in [*calls, lambda: local.finish(worker.model), lambda: local.finish(moved_only=True), local.step]:

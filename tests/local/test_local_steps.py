@@ -12,6 +12,7 @@ from harness import random_steps, replicas, set_collectives, together, toy_model
 from local_workers import (
     CALL,
     DELAYED,
+    IN_TURN,
     SPARSE,
     Worker,
     alone_at,
@@ -33,6 +34,7 @@ from optimizers import muon_and_adamw
 from hvd_compress import IWP, DeMo, LocalSteps, NoCompression, Quantized, SlimDP, TopK
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.hosts.ddp import DDPHost
+from hvd_compress.methods.coded_work import CodedWork
 
 
 def doubles(worker):
@@ -635,3 +637,43 @@ def test_parameters_that_share_memory_move_as_one():
 
     for weight in world.run(rank):
         assert torch.allclose(weight, first - 0.2, atol=0.02)
+
+
+@pytest.mark.parametrize("mode", [{}, IN_TURN, DELAYED], ids=str)
+def test_weights_with_the_residual_are_made_without_a_copy_of_it(mode, monkeypatch):
+    """Which would be held until all weights have landed: 4 bytes a parameter."""
+    copied, unsent = [], CodedWork.unsent
+
+    def spy(work):
+        residual = unsent(work)
+        copied.append(residual is not work.bucket.residual)
+        return residual
+
+    monkeypatch.setattr(CodedWork, "unsent", spy)
+    world, group = workers(2, build=partial(Quantized, **SMALL), unsent="weights", **mode)
+    world.run(lambda i: group[i].train(9))
+    assert copied and not any(copied)
+
+
+@on_both_kinds
+def test_a_state_is_not_saved_within_a_step(unsent):
+    """By a signal handler, as Lightning's for SLURM: without a delay the parameters are not weights there."""
+    world, group = workers(2, unsent=unsent)
+    world.run(lambda i: group[i].train(4))
+    for worker in group:
+
+        def interrupted(worker=worker):
+            del worker.compression.engine.finish
+            worker.local.state_dict()
+            worker.compression.engine.finish()
+
+        worker.compression.engine.finish = interrupted
+    with pytest.raises(RuntimeError, match=r"^state_dict\(\) within step\(\), in a signal handler\?.* save later"):
+        world.run(lambda i: group[i].train(2, first=4))
+    for worker in group:  # one of them may have failed before it came there
+        vars(worker.compression.engine).pop("finish", None)
+    assert_nothing_is_lost(group, unsent)
+    world = in_a_new_world(group)
+    world.run(lambda i: group[i].train(3, first=6))
+    assert_nothing_is_lost(group, unsent)
+    assert world.run(lambda i: group[i].saved())

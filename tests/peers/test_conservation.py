@@ -179,6 +179,16 @@ def test_a_round_in_doubt_that_others_have_committed_is_of_its_own_steps_only(mo
     assert "in doubt" in peer.member.results and {*ages} == {peer.local.period}
 
 
+@pytest.mark.parametrize("options", [{}, IN_FLIGHT], ids=str)
+def test_a_round_that_has_landed_keeps_nothing_to_take_it_back(options):
+    lighthouse, peers = begin("quantized", **options)
+    lighthouse.run(list(peers), lambda member: peers[member].train_until(4))
+    for peer in peers.values():
+        peer.local._rounds._round.finish()
+        for work in peer.compression.engine.works:
+            assert not work._errors and work.unsent() is work.bucket.residual
+
+
 def test_a_wrong_call_leaves_the_manager_for_the_right_one(monkeypatch):
     healed = []
     monkeypatch.setattr(Member, "heal_with", lambda self, save, load: healed.append(self))
