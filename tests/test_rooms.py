@@ -21,7 +21,7 @@ BELOW = {
     "": {"trainers", "papers", "local", "methods", "hosts", "carriers", "selection", "checkpoints", "engine"},
     "trainers": {"local", "methods", "checkpoints", "hosts", "guards", "carriers", "engine"},
     "papers": {"methods", "selection", "codecs", "engine", "ops", "reference"},
-    "local": {"methods", "hosts", "guards", "engine", "ops", "reference"},
+    "local": {"methods", "guards", "engine", "ops", "reference"},
     "hosts": {"gradients", "guards", "carriers", "engine"},
     "methods": {"checkpoints", "selection", "codecs", "guards", "engine", "ops", "reference"},
     "gradients": {"guards", "engine"},

@@ -197,6 +197,14 @@ def compare_once(values: Mapping[str, object], collectives: Collectives, label: 
     run.check()
 
 
+def disagreement() -> RuntimeError:
+    """The error to raise when ranks differ in seed, step or options."""
+    return RuntimeError(
+        "the ranks' compressors disagree: seed, density, all other options and step must be the same on all ranks "
+        "(was a state loaded on some ranks only? was the seed derived from the rank? were the parameters broadcast?)"
+    )
+
+
 def _absence(missing: list[int], when: str) -> RuntimeError:
     """The error to raise when ranks do not take part in the comparison."""
     have = "have" if len(missing) > 1 else "has"

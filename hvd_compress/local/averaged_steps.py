@@ -12,8 +12,8 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ..engine.agreement import hash_of
 from ..engine.engine import Engine
+from ..engine.hashes import hash_of
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.optimizers import parameters_of

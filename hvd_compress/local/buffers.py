@@ -8,12 +8,12 @@ from torch import Tensor
 # The class of all BatchNorms and InstanceNorms, which keep running averages.
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..engine.agreement import hash_of
 from ..engine.arguments import plain_names
 from ..engine.bucket import strides_of
 from ..engine.collectives import Collectives, Request
 from ..engine.comparison import compare_once
 from ..engine.dense import average_in_place
+from ..engine.hashes import hash_of
 from ..engine.shards import local
 from .from_rank_0 import Count, from_rank_0
 

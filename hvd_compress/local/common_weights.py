@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..engine.agreement import hash_of
 from ..engine.engine import Engine
+from ..engine.hashes import hash_of
 from ..engine.place import Place
 from ..engine.shards import local, wide_zeros
 from ..engine.state import Fixed, TensorLeaf, Tree

@@ -17,7 +17,7 @@ from ..engine.rng import derive
 from ..engine.state import Tree
 from ..engine.work import Part, Step, Work
 from ..reference import BLOCK
-from ..selection.base import Average, Output, Scoring, StepSeed, marked, missing
+from ..selection.base import Average, Output, Scoring, marked, missing
 from ..selection.budget import apportion
 from ..selection.deciders import Decider, Leaders, Shared
 from ..selection.idle import Idle
@@ -122,7 +122,7 @@ class SparseWork(Work):
     def begin(self, step: Step) -> None:
         super().begin(step)
         self._lay_out()
-        self.decider.begin(StepSeed.draw(step, self.bucket.index))
+        self.decider.begin(step)
 
     def _lay_out(self) -> None:
         """Builds the decider anew if the density, the shares or the ranks have changed."""
@@ -188,7 +188,7 @@ class SparseWork(Work):
         sent = picker.gather(self.bucket.residual, payload[:total])
         velocity, invalid = self.velocity, self.values.invalid
         self._means.load(payload[total:], velocity.momentum, velocity.without, invalid, self._idle.blocks)
-        mean, error = yield from self.values.average(payload, derive(self.decider.seed.key, self.step.rank))
+        mean, error = yield from self.values.average(payload, derive(picker.key, self.step.rank))
         self._mean_of_blocks = self._means.receive(mean[total:], error[total:])
         return self._idle.keep(picker, mean[:total], self._unsent(sent, error[:total]), sent)
 
