@@ -46,11 +46,6 @@ class Piece:
     def blocks(self) -> int:
         return -(-self.numel // BLOCK)
 
-    @property
-    def whole(self) -> bool:
-        """Whether it is the whole parameter."""
-        return self.shape == self.parameter.shape
-
     def of(self, flat: Tensor) -> Tensor:
         """This piece's part of a bucket-wide tensor, padding included: a view, (blocks * 256,)."""
         return flat[self.first_block * BLOCK : (self.first_block + self.blocks) * BLOCK]

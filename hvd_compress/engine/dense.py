@@ -1,20 +1,18 @@
 """Gradients that are averaged without compression: small tensors, biases, norms."""
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .bucket import in_order_of, is_dense
-from .collectives import Collectives, Nodes, Request
+from .collectives import Request
 from .exchange import Exchange, Exchanges
 from .method import Method
 from .profiling import stage
 from .shards import local
 from .streams import StreamOrder, stream_order
-from .wire_stats import WireStats
 
 
 @dataclass(frozen=True)
@@ -140,14 +138,3 @@ class DenseAverages:
                     gradient.store(part, method)
                 order.release(average)
         self._averages = []
-
-
-def average_in_place(tensors: Iterable[Tensor], collectives: Collectives, label: str) -> None:
-    """Replaces tensors by their averages over ranks. Waits."""
-    exchanges = Exchanges(Nodes(collectives), WireStats(), label)
-    averages = DenseAverages(exchanges, half=False)
-    for tensor in tensors:
-        averages.arrive(None, tensor, tensor)
-    averages.start()
-    exchanges.finish()
-    averages.write(None)

@@ -12,10 +12,10 @@ from ..engine.arguments import plain_names
 from ..engine.bucket import strides_of
 from ..engine.collectives import Collectives, Request
 from ..engine.comparison import compare_once
-from ..engine.dense import average_in_place
 from ..engine.hashes import hash_of
 from ..engine.shards import local
 from .from_rank_0 import Count, from_rank_0
+from .whole_average import average_in_place
 
 
 class Buffers:

@@ -24,7 +24,7 @@ class CodedWork(EveryEntryWork):
     """
 
     takes_starts = True
-    _channel: GroupedChannel | None
+    _channel: GroupedChannel
 
     def __init__(self, bucket: Bucket, ring: GroupedRing, feedback: bool) -> None:
         self._sent: Coded | None = None
@@ -54,7 +54,6 @@ class CodedWork(EveryEntryWork):
 
     def exchange(self) -> Exchange:
         bucket, channel = self.bucket, self._channel
-        assert channel is not None
         self._means, sent, error, self._wrong = yield from self._compared(
             channel.averages(bucket.residual, self._invalid, self._table)
         )
@@ -82,7 +81,7 @@ class CodedWork(EveryEntryWork):
         return self.bucket.pieces[index].of_blocks(self._squares).sum()
 
     def average_of(self, index: int) -> Coded:
-        assert self._channel is not None and self._means is not None
+        assert self._means is not None
         return self._channel.of_group(self._means, index, self.bucket.pieces[index].numel)
 
     def undo(self) -> None:

@@ -17,7 +17,7 @@ from ..engine.rng import derive
 from ..engine.state import Tree
 from ..engine.work import Part, Step, Work
 from ..reference import BLOCK
-from ..selection.base import Average, Output, Scoring, marked, missing
+from ..selection.base import Average, Output, Scoring
 from ..selection.budget import apportion
 from ..selection.deciders import Decider, Leaders, Shared
 from ..selection.idle import Idle
@@ -201,7 +201,7 @@ class SparseWork(Work):
         gradient keeps its residual. (Hosts pass the same parameters on all ranks, so it is missing on all.)"""
         picker, grads = self.decider.picker, self.bucket.gradients
         targets = self._basis.targets(grads)
-        mean = marked(mean, map(picker.span, missing(targets)))
+        mean = picker.not_missing(mean, targets)
         picker.scatter(targets, self.velocity.memory, Average(mean, error, self._output(), self._mean_of_blocks))
         self._basis.leave(targets, grads, self.step.scale)
 

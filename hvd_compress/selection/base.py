@@ -1,7 +1,6 @@
 """Types that pickers (how entries are picked, :mod:`.pickers`) and deciders (who picks, :mod:`.deciders`) share. A
 *slot* is one value of the payload."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -84,16 +83,3 @@ class Average:
     error: Tensor
     output: Output
     block_means: Tensor | None = None
-
-
-def missing(targets: list[Tensor]) -> list[int]:
-    """The indices of pieces for which no gradient arrived."""
-    return [index for index, target in enumerate(targets) if not target.numel()]
-
-
-def marked(mean: Tensor, spans: Iterable[slice]) -> Tensor:
-    """``mean`` with :data:`NOT_SENT` in these spans. (Not in place: ``mean`` may be in use.)"""
-    for number, span in enumerate(spans):
-        mean = mean.clone() if number == 0 else mean
-        mean[span] = NOT_SENT
-    return mean

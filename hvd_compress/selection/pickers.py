@@ -12,7 +12,7 @@ from ..engine.bucket import Bucket
 from ..engine.rng import derive
 from ..engine.work import Step
 from ..reference import BLOCK, Draw, flat_positions
-from .base import Average, Scoring
+from .base import NOT_SENT, Average, Scoring
 
 
 class Picker(abc.ABC):
@@ -41,6 +41,15 @@ class Picker(abc.ABC):
     def span(self, index: int) -> slice:
         """The slots of a piece."""
         return slice(self._first[index], self._first[index] + self.slots[index])
+
+    def not_missing(self, mean: Tensor, targets: list[Tensor]) -> Tensor:
+        """``mean`` with :data:`.base.NOT_SENT` for pieces for which no gradient arrived, whose target is empty. (Not in
+        place: ``mean`` may be in use.)"""
+        missing = [self.span(index) for index, target in enumerate(targets) if not target.numel()]
+        mean = mean.clone() if missing else mean
+        for span in missing:
+            mean[span] = NOT_SENT
+        return mean
 
     def begin(self, step: Step) -> None:
         #: The key of the step's random numbers, the same on all ranks.
