@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from ..engine.arguments import check_integer
 from ..engine.engine import Engine
 from ..engine.membership import Membership
-from ..engine.shards import is_sharded, local, mesh_of, whole, wide_zeros
+from ..engine.shards import is_sharded, local, mesh_of, wide_zeros
 from ..engine.state import Leaf, Recorded, Saved, State, Tree
 from ..guards.dcp import SAVERS, callers
 from . import one_rank
@@ -152,3 +152,13 @@ def _unrecorded(tree: Tree, value: Saved) -> Saved:
     if isinstance(tree, Leaf):
         return 0 if isinstance(tree, Recorded) else value
     return {key: _unrecorded(tree[key], part) if key in tree else part for key, part in value.items()}
+
+
+def whole(shard: Tensor, like: Tensor) -> Tensor:
+    """The DTensor with ``shard`` on this rank, sharded as ``like``; ``shard`` itself if ``like`` is no DTensor."""
+    if not is_sharded(like):
+        return shard
+    parameter: Any = like.detach()
+    mesh, places, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    found: Tensor = type(parameter).from_local(shard, mesh, places, run_check=False, shape=shape, stride=stride)
+    return found

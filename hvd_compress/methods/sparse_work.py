@@ -217,7 +217,7 @@ class SparseWork(Work):
             values = payload[: picker.total]
             average = Average(torch.zeros_like(values), values, Output(0.0))
             picker.scatter(self.bucket.nothing(), self.velocity.memory, average)
-            self._means.undo_send(payload[picker.total :])
+            self._means.unsent.copy_(payload[picker.total :])
 
     # Between steps.
 

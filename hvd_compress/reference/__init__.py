@@ -13,7 +13,7 @@ from .accumulate import accumulate
 from .accumulate_select import Draw, accumulate_select, select
 from .averages import codebook_mean, codebook_moments, codebook_move
 from .block_means import block_means_keep, block_means_send
-from .blocks import BLOCK, OVERFLOW, all_usable, exponential, mix, slot_start, slots_before, usable
+from .blocks import BLOCK, OVERFLOW, exponential, mix, slot_start, slots_before, usable
 from .codes import (
     LANES,
     codebook_decode,

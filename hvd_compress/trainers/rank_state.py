@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..checkpoints.dcp import whole
 from ..engine.modes import modes_off
-from ..engine.shards import is_sharded, local, whole
+from ..engine.shards import is_sharded, local
 
 # The key of a tensor that is not on the CPU, or is a shard.
 _MARK = "hvd_compress: tensor"
