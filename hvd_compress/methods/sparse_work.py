@@ -46,6 +46,7 @@ class SparseWork(Work):
         sending: the arguments of the method.
         basis: in which the residual is kept.
         scoring: how entries are scored.
+        leaders: how many ranks pick the entries of a block on average; None for all.
         means: whether block means are sent.
         finds_idle: whether a piece for which no rank has a gradient receives 0, instead of the rest of its residual.
         decay: factor of the residual in each step.
@@ -63,6 +64,7 @@ class SparseWork(Work):
         *,
         basis: Basis | None = None,
         scoring: Scoring | None = None,
+        leaders: int | None = None,
         means: bool = False,
         finds_idle: bool = False,
         decay: float = 1.0,
@@ -71,7 +73,7 @@ class SparseWork(Work):
         **parts: Part,
     ) -> None:
         self._sending, self._basis, self._scoring = sending, basis or Basis(bucket), scoring or Scoring()
-        self._decay, self._subtract, self._sign = decay, subtract, sign
+        self._leaders, self._decay, self._subtract, self._sign = leaders, decay, subtract, sign
         self._means, self._idle = BlockMeans(bucket, means), Idle(bucket, finds_idle)
         self._agreement = Agreement(bucket.device)
         groups = len(bucket.pieces) + len(self._means.sizes)
@@ -87,7 +89,7 @@ class SparseWork(Work):
 
     def decide(self, slots: list[int]) -> Decider:
         """The decider of the step's entries, with the picker that it uses. ``slots``: of each piece."""
-        return self.leaders(Blocks(self.bucket, slots))
+        return self.leaders(Blocks(self.bucket, slots), self._leaders)
 
     def send(self) -> Exchange:
         """Agrees on the entries, averages them, writes the averages, and subtracts the payload from the residual."""
