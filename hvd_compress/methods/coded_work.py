@@ -1,9 +1,10 @@
 """A bucket of :class:`.Quantized`: what was sent stays in the residual until the next exchange subtracts its codes."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..codecs.grouped_ring import Coded, GroupedChannel, GroupedRing
 from ..engine.bucket import Bucket, Piece
 from ..engine.exchange import Exchange
@@ -44,13 +45,12 @@ class CodedWork(EveryEntryWork):
         self.commit()
         super().begin(step)
 
-    def accumulate(self) -> None:
+    def _take_sent(self) -> tuple[Any, ...]:
         sent, self._sent = self._sent, None
         if sent is None:
-            super().accumulate()
-        else:
-            codes, scale, _, book, kind = sent.tables
-            ops.accumulate(*self._given(), codes, scale, book, kind, sent.bits)
+            return ()
+        codes, scale, _, book, kind = sent.tables
+        return codes, scale, book, kind, sent.bits
 
     def exchange(self) -> Exchange:
         bucket, channel = self.bucket, self._channel

@@ -51,14 +51,14 @@ class EveryEntryWork(Work):
         return self._channel.first_requests()
 
     def accumulate(self) -> None:
-        ops.accumulate(*self._given())
-
-    def _given(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, float]:
-        """The first arguments of the operator."""
         bucket = self.bucket
         starts = [self.starts.get(index, empty) for index, empty in enumerate(bucket.nothing())]
         where = bucket.table, self._channel.edges, self._table, self._squares if self.starts else None, self._invalid
-        return bucket.gradients, starts, bucket.residual, *where, 1.0 / self.step.scale
+        ops.accumulate(bucket.gradients, starts, bucket.residual, *where, 1.0 / self.step.scale, *self._take_sent())
+
+    def _take_sent(self) -> tuple[Any, ...]:
+        """What was sent and is in the residual still, as the operator's last arguments."""
+        return ()
 
     @cached_property
     def _squares(self) -> Tensor:
