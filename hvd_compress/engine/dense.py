@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from .exchange import Exchange, Exchanges
 from .method import Method
 from .profiling import stage
 from .shards import local
-from .streams import StreamOrder, stream_order
+from .streams import stream_order
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class DenseAverages:
 
     def __init__(self, exchanges: Exchanges, half: bool) -> None:
         self._exchanges, self._half = exchanges, half
-        self._orders = dict[torch.device, StreamOrder]()
+        self._order = cache(stream_order)
         self.begin(1.0, by_host=False)
         self.clear()
 
@@ -98,11 +99,6 @@ class DenseAverages:
             self._order(flat.device).note_input()
             self._arrived.append(gradient)
         return gradient
-
-    def _order(self, device: torch.device) -> StreamOrder:
-        if device not in self._orders:
-            self._orders[device] = stream_order(device)
-        return self._orders[device]
 
     def start(self, name: str = "dense", reciprocal: bool = False) -> None:
         """Starts to average what has arrived since the last call, in the same order on all ranks. ``name``: of the
