@@ -1,5 +1,6 @@
 """The base class of methods that send every entry in each step."""
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -25,10 +26,12 @@ class EveryEntryWork(Work):
 
     _channel: Channel
 
-    def __init__(self, bucket: Bucket, codec: Codec, feedback: bool) -> None:
+    def __init__(
+        self, bucket: Bucket, channel: Callable[[int, int, int, torch.device], Channel], feedback: bool
+    ) -> None:
         self._agreement = Agreement(bucket.device)
         super().__init__(bucket, agreement=self._agreement)
-        self._codec, self._feedback = codec, feedback
+        self._new_channel, self._feedback = channel, feedback
         self._invalid = torch.zeros(1, dtype=torch.int32, device=bucket.device)
         self.restart()
 
@@ -43,7 +46,7 @@ class EveryEntryWork(Work):
             self.bucket.residual.zero_()  # it holds the gradients of a step that failed
         if not hasattr(self, "_channel"):
             pieces = self.bucket.pieces
-            self._channel = self._codec.channel(len(pieces), step.ranks, step.rank, self.bucket.device)
+            self._channel = self._new_channel(len(pieces), step.ranks, step.rank, self.bucket.device)
             self._channel.set_group_sizes([piece.blocks * BLOCK for piece in pieces])
             self._table = moments_table(self._channel.edges)
 

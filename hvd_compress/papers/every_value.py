@@ -14,7 +14,7 @@ from ..methods.every_entry import EveryEntry, EveryEntryWork
 
 class EveryValue(EveryEntry):
     def work(self, bucket: Bucket) -> EveryEntryWork:
-        return _EveryValueWork(bucket, self._codec, self._feedback)
+        return _EveryValueWork(bucket, self._codec.channel, self._feedback)
 
 
 class _EveryValueWork(EveryEntryWork):
