@@ -80,7 +80,6 @@ class Bucket:
         self.order = stream_order(device)
         rows = [(piece.first_block, piece.blocks, 0, 0) for piece in pieces]
         self.table = torch.tensor(rows, dtype=torch.int64, device=device)
-        self._on_gpu = device.type == "cuda"
         self._empty = torch.empty(0, dtype=torch.float32, device=device)
         self.clear()
 
@@ -130,8 +129,7 @@ class Bucket:
             )
         self._originals[index], self._versions[index], self._arrived[index] = grad, grad._version, True
         self._missing -= 1
-        if self._on_gpu:
-            self.order.note_input()
+        self.order.note_input()
         return not self._missing
 
     def collect(self) -> None:
