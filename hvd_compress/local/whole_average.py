@@ -15,6 +15,17 @@ from .fragments import Turns
 from .round import count_gradients
 
 
+def average_in_place(tensors: Iterable[Tensor], collectives: Collectives, label: str) -> None:
+    """Replaces tensors by their averages over ranks. Waits."""
+    exchanges = Exchanges(Nodes(collectives), WireStats(), label)
+    averages = DenseAverages(exchanges, half=False)
+    for tensor in tensors:
+        averages.arrive(None, tensor, tensor)
+    averages.start()
+    exchanges.finish()
+    averages.write(None)
+
+
 def average_weights(engine: Engine, common: CommonWeights, averaged: AveragedSteps, turns: Turns) -> None:
     """Averages all weights of all ranks, which become the common weights; those with sums move by the averages of
     these, unless they are of no call so far."""
@@ -31,14 +42,3 @@ def average_weights(engine: Engine, common: CommonWeights, averaged: AveragedSte
         averaged.step({name: averages[name] for name in summed}, age)
         for sums in summed.values():
             sums.zero_()
-
-
-def average_in_place(tensors: Iterable[Tensor], collectives: Collectives, label: str) -> None:
-    """Replaces tensors by their averages over ranks. Waits."""
-    exchanges = Exchanges(Nodes(collectives), WireStats(), label)
-    averages = DenseAverages(exchanges, half=False)
-    for tensor in tensors:
-        averages.arrive(None, tensor, tensor)
-    averages.start()
-    exchanges.finish()
-    averages.write(None)
