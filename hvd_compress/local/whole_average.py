@@ -1,29 +1,11 @@
 """The average of all weights in full precision, in place of a round: at the end, and before a test."""
 
-from collections.abc import Iterable
-
-from torch import Tensor
-
-from ..engine.collectives import Collectives, Nodes
-from ..engine.dense import DenseAverages
 from ..engine.engine import Engine
-from ..engine.exchange import Exchanges
-from ..engine.wire_stats import WireStats
 from .averaged_steps import AveragedSteps
+from .buffers import average_in_place
 from .common_weights import CommonWeights
 from .fragments import Turns
 from .round import count_gradients
-
-
-def average_in_place(tensors: Iterable[Tensor], collectives: Collectives, label: str) -> None:
-    """Replaces tensors by their averages over ranks. Waits."""
-    exchanges = Exchanges(Nodes(collectives), WireStats(), label)
-    averages = DenseAverages(exchanges, half=False)
-    for tensor in tensors:
-        averages.arrive(None, tensor, tensor)
-    averages.start()
-    exchanges.finish()
-    averages.write(None)
 
 
 def average_weights(engine: Engine, common: CommonWeights, averaged: AveragedSteps, turns: Turns) -> None:

@@ -8,8 +8,7 @@ from ..engine.engine import Engine
 from ..engine.hashes import hash_of
 from ..engine.modes import modes_off
 from ..engine.shards import local, place_in_mesh
-from ..local.buffers import Buffers
-from ..local.whole_average import average_in_place
+from ..local.buffers import Buffers, average_in_place
 
 
 @modes_off
