@@ -47,7 +47,6 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "Cast": {"kind": "fp16"},
     "CodedGather": {"code": Lloyd(4)},
     "CodedRing": {"code": Lloyd(4)},
-    "GroupedRing": {"code": Lloyd(4)},
     "diminishing": {"density": 0.1, "rate": lambda: 0.1, "highest": 0.1},
     "Lanes": {"bits": 4},
     "Levels": {"bits": 4},

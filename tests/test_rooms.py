@@ -21,7 +21,7 @@ BELOW = {
     "": {"trainers", "papers", "local", "methods", "hosts", "carriers", "selection", "checkpoints", "engine"},
     "trainers": {"local", "methods", "checkpoints", "hosts", "guards", "carriers", "engine"},
     "papers": {"methods", "selection", "codecs", "engine", "ops", "reference"},
-    "local": {"methods", "hosts", "guards", "engine", "ops", "reference"},
+    "local": {"methods", "guards", "engine", "ops", "reference"},
     "hosts": {"gradients", "guards", "carriers", "engine"},
     "methods": {"checkpoints", "selection", "codecs", "guards", "engine", "ops", "reference"},
     "gradients": {"guards", "engine"},
@@ -46,10 +46,10 @@ FACTORIES = {
 }
 #: The most lines of Python that somebody must read: of a module with all that it imports, one after the other, and of
 #: rooms. Lower them when they fall. Only an issue may raise them. The package's goal is 17,200.
-CLOSURES = {"methods.quantized": 5_931, "methods.iwp": 7_460, "local.steps": 8_537}
+CLOSURES = {"methods.quantized": 5_670, "methods.iwp": 7_229, "local.steps": 8_251}
 CORE_ROOMS = ("engine", "gradients", "local", "methods", "selection", "codecs", "guards")
 CORE_CARRIERS = ("carriers.horovod", "carriers.torch_collectives", "carriers.direct")
-MOST_OF_THE_CORE, MOST_OF_THE_PACKAGE = 12_436, 20_804
+MOST_OF_THE_CORE, MOST_OF_THE_PACKAGE = 12_284, 20_734
 MOST_CLASSES_BETWEEN = 2
 MOST_NAMES = 24
 _GRAD = "the protocol of the host, which reads the gradient there"

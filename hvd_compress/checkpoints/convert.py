@@ -1,11 +1,17 @@
 """Converts the states of all ranks of one job into one for every rank of another."""
 
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
 
 from ..engine.modes import modes_off
 from ..engine.state import Saved, State, described, joined, refuse, same
 from .one_rank import FORMAT
-from .owed import mean_of
+
+#: A sum in float64, the number of its tensors, and the dtype of the first.
+_Sum: TypeAlias = tuple[Tensor, int, torch.dtype]
 
 
 @modes_off
@@ -69,3 +75,40 @@ def _check_same(one: Saved, other: Saved, path: str, rank: int) -> None:
     elif not same(one, other):
         cure = ": call local.finish() before saving" if path.startswith("local_steps") else ""
         refuse(path, f"differs between rank 0 and rank {rank}, and cannot be averaged{cure}")
+
+
+def mean_of(ranks: Iterable[Saved]) -> dict[str, dict[str, Tensor | None]]:
+    """The mean of the ranks' unsent parts, over the ranks that have one, in float64. An iterator is read one rank at a
+    time. Raises ``ValueError`` if the ranks differ in names or shapes."""
+    found: dict[str, dict[str, _Sum | None]] = {}
+    for count, each in enumerate(ranks):
+        if not isinstance(each, dict) or not all(isinstance(tensors, dict) for tensors in each.values()):
+            refuse("owed", f"must be dicts of tensors, got {described(each)}")
+        if not count:
+            found = {kind: dict.fromkeys(tensors) for kind, tensors in each.items()}
+        if different := _names(found) ^ _names(each):
+            refuse("owed", f"the states have different items: {sorted(different)!r:.200}")
+        for kind, tensors in each.items():
+            for name, tensor in tensors.items():
+                found[kind][name] = _added(found[kind][name], tensor, f"owed.{kind}.{name}")
+    return {
+        kind: {name: each and (each[0] / each[1]).to(each[2]) for name, each in sums.items()}
+        for kind, sums in found.items()
+    }
+
+
+def _added(total: _Sum | None, tensor: Saved, path: str) -> _Sum | None:
+    if tensor is None:
+        return total
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        refuse(path, f"must be a float tensor or None, got {described(tensor)}")
+    if total is None:
+        return tensor.double().clone(), 1, tensor.dtype
+    if total[0].shape != tensor.shape:
+        refuse(path, f"must have one shape on all ranks, got {tuple(total[0].shape)} and {tuple(tensor.shape)}")
+    return total[0].add_(tensor.to(total[0].device)), total[1] + 1, total[2]
+
+
+def _names(owed: State) -> set[str]:
+    """The names of the kinds, and of the tensors of each kind."""
+    return {*owed, *(f"{kind}.{name}" for kind, tensors in owed.items() for name in tensors)}

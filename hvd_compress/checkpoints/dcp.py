@@ -11,11 +11,12 @@ from torch.utils._pytree import tree_map_only
 from ..engine.arguments import check_integer
 from ..engine.engine import Engine
 from ..engine.membership import Membership
-from ..engine.shards import is_sharded, local, mesh_of, whole, wide_zeros
-from ..engine.state import Saved, State, unrecorded
+from ..engine.shards import is_sharded, local, mesh_of, wide_zeros
+from ..engine.state import Leaf, Recorded, Saved, State, Tree
 from ..guards.dcp import SAVERS, callers
 from . import one_rank
-from .owed import mean_of, owed
+from .convert import mean_of
+from .owed import owed
 
 # The key of the items that depend on the mesh. It sorts before all others: DCP looks for all keys before it reads
 # anything, and its error contains the first one that is missing. load_state_dict() compares meshes of
@@ -121,7 +122,7 @@ class DCPState:
             here = {"owner": None, "place_in_mesh": one_rank.place_of_shards(engine)}
             mean = mean_of(replicas[str(number)] for number in range(self._saved_on[0]))
             values = {**tree_map_only(Tensor, local, common), **here, "owed": mean}
-            one_rank.load(engine, unrecorded(engine.clock.state(), values) if here["place_in_mesh"] else values)
+            one_rank.load(engine, _unrecorded(engine.clock.state(), values) if here["place_in_mesh"] else values)
             self._saved_on = self._here
 
     def _trained(self, owed: dict[str, dict[str, Tensor | None]]) -> State:
@@ -144,3 +145,20 @@ def _checked(mesh: Saved) -> tuple[int, ...]:
     if isinstance(mesh, str) or not isinstance(mesh, Sequence) or not mesh:
         raise TypeError(f"saved_on must be the mesh that saved, such as (2, 4), or (8,) of DDP, got {mesh!r:.80}")
     return tuple(check_integer("an entry of saved_on", size, 1) for size in mesh)
+
+
+def _unrecorded(tree: Tree, value: Saved) -> Saved:
+    """A value of a description with 0 in place of each hash."""
+    if isinstance(tree, Leaf):
+        return 0 if isinstance(tree, Recorded) else value
+    return {key: _unrecorded(tree[key], part) if key in tree else part for key, part in value.items()}
+
+
+def whole(shard: Tensor, like: Tensor) -> Tensor:
+    """The DTensor with ``shard`` on this rank, sharded as ``like``; ``shard`` itself if ``like`` is no DTensor."""
+    if not is_sharded(like):
+        return shard
+    parameter: Any = like.detach()
+    mesh, places, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    found: Tensor = type(parameter).from_local(shard, mesh, places, run_check=False, shape=shape, stride=stride)
+    return found

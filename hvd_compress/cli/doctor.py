@@ -174,15 +174,9 @@ def torchft(timeout: float, exchange: bool) -> Finding:
     if not exchange:
         return Finding("torchft", version)
     command = [sys.executable, "-m", "hvd_compress.cli.peers"]
-    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
-        log = Path(folder) / "log"
-        try:
-            run_group(command, timeout, log, {}, "the round of two peers")
-        except (Failed, OSError) as error:
-            said = re.findall(r"^((?:hvd-compress|[\w.]+Error): .*)", log.read_text(errors="replace"), re.M)
-            fault = "; ".join(dict.fromkeys(said[:5])) or str(error)
-            cure = f"all output of the peers: {shlex.join(command)}"
-            return Finding("torchft", f"{version}; two peers end no round", fault, cure)
+    if fault := _failure(command, {}, timeout, "the round of two peers"):
+        cure = f"all output of the peers: {shlex.join(command)}"
+        return Finding("torchft", f"{version}; two peers end no round", fault, cure)
     return Finding("torchft", f"{version}; two peers end rounds")
 
 
@@ -207,14 +201,20 @@ def two_ranks(
 ) -> Finding:
     """Whether two ranks on this machine average gradients (:mod:`.pair`). The cure shows all their output."""
     command, environment = launcher(2, "hvd_compress.cli.pair", host)
+    if fault := _failure(command, environment, timeout, "the launch of two ranks"):
+        again = shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command])
+        return Finding(item, "two ranks do not exchange", fault, f"all output of the ranks: {again}")
+    return Finding(item, "two ranks exchange")
+
+
+def _failure(command: list[str], environment: dict[str, str], timeout: float, name: str) -> str:
+    """Runs a command. Returns the errors that its processes have printed, or how it has failed; "" if it has not."""
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         log = Path(folder) / "log"
         try:
-            run_group(command, timeout, log, environment, "the launch of two ranks")
+            run_group(command, timeout, log, environment, name)
         except (Failed, OSError) as error:
             # A launcher's own report comes last and is long.
             said = re.findall(r"^(?:\[.*\]:)?((?:hvd-compress|[\w.]+Error): .*)", log.read_text(errors="replace"), re.M)
-            fault = "; ".join(dict.fromkeys(said[:5])) or str(error)
-            again = shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command])
-            return Finding(item, "two ranks do not exchange", fault, f"all output of the ranks: {again}")
-    return Finding(item, "two ranks exchange")
+            return "; ".join(dict.fromkeys(said[:5])) or str(error)
+    return ""

@@ -11,15 +11,6 @@ from ..engine.state import Tree
 
 Averaged = Generator[Request, Tensor, tuple[Tensor, Tensor]]
 
-# The most steps in which a value beyond a dtype's range is sent.
-_PATIENCE = 64
-
-
-def drop_excess(quantization_error: Tensor, limit: float) -> None:
-    """Limits the errors of values that were clipped to ``limit`` to what 64 further steps can send."""
-    most = min(_PATIENCE * limit, torch.finfo(torch.float32).max)
-    quantization_error.clamp_(-most, most)
-
 
 def invalidate(mean: Tensor, invalid: Tensor) -> None:
     """Makes all of ``mean`` NaN if ``invalid``, bool, one entry, is true."""

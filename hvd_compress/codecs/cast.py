@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..engine.collectives import allreduce
-from .base import Averaged, Channel, Codec, drop_excess, invalidate
+from .base import Averaged, Channel, Codec, invalidate
+from .floats import drop_excess
 
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 

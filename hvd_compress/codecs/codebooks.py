@@ -1,6 +1,5 @@
-"""Optimal levels for Gaussian and Laplacian values of unit variance: codebooks (Lloyd 1982, Max 1960) and grids. Since
-the last bits of ``erf`` and ``exp`` differ between machines, levels are rounded to multiples of 2**-14, and a grid's
-step is chosen from a short list."""
+"""Codebooks (Lloyd 1982, Max 1960): optimal levels for Gaussian and Laplacian values of unit variance. Since the last
+bits of ``erf`` and ``exp`` differ between machines, levels are rounded to multiples of 2**-14."""
 
 import math
 from functools import lru_cache
@@ -15,7 +14,7 @@ DISTRIBUTIONS = ("gauss", "laplace")
 _FINE = 2.0**14
 
 
-def _mass_and_moment(edges: Tensor, distribution: str) -> tuple[Tensor, Tensor]:
+def mass_and_moment(edges: Tensor, distribution: str) -> tuple[Tensor, Tensor]:
     """The integrals of the density, and of the value times the density, from 0 to each edge."""
     if distribution == "gauss":
         return torch.erf(edges / math.sqrt(2)) / 2, (1 - torch.exp(-edges * edges / 2)) / math.sqrt(2 * math.pi)
@@ -48,7 +47,7 @@ def codebook(bits: int) -> Tensor:
         for _ in range(4000):
             middle = (levels[1:] + levels[:-1]) / 2
             edges = torch.cat([levels.new_zeros(1), middle, levels.new_full((1,), math.inf)])
-            mass, moment = _mass_and_moment(edges, distribution)
+            mass, moment = mass_and_moment(edges, distribution)
             better = moment.diff() / mass.diff()
             if bool((better - levels).abs().max() < 1e-9):
                 break
@@ -56,24 +55,3 @@ def codebook(bits: int) -> Tensor:
         levels = ((levels * _FINE).round() / _FINE).float()
         rows.append(torch.cat([-levels.flip(0), levels]))
     return torch.stack(rows)
-
-
-@lru_cache
-@modes_off
-def grid_step(top: int, stochastic: bool) -> Tensor:
-    """The step of the grid ``-top .. top`` with the least mean squared error of rounding and clipping, for each of
-    :data:`DISTRIBUTIONS`: float32, (2,)."""
-    x = (torch.arange(40000, dtype=torch.float64, device="cpu") + 0.5) * (16.0 / 40000)
-    best = []
-    for distribution in DISTRIBUTIONS:
-        mass, _ = _mass_and_moment(torch.cat([x - 0.5 * 16 / 40000, x[-1:] + 0.5 * 16 / 40000]), distribution)
-        weight = mass.diff()
-        steps = [2.0 ** (k / 16) / top for k in range(-32, 65)]
-        errors = []
-        for step in steps:
-            scaled = (x / step).clamp(max=top)
-            part = scaled - scaled.floor()
-            square = part * (1 - part) if stochastic else torch.minimum(part, 1 - part) ** 2
-            errors.append(float(((square * step * step + (x - scaled * step) ** 2) * weight).sum()))
-        best.append(steps[min(range(len(steps)), key=errors.__getitem__)])
-    return torch.tensor(best, dtype=torch.float32, device="cpu")

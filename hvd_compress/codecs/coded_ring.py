@@ -102,7 +102,7 @@ class RingChannel(Channel):
         error = self.quantization_error
         codes, scales, wrong, _ = yield from self.exchange(values, invalid, None, error, error[self.begin : self.end])
         error[self.begin : self.end].mul_(self.ranks)  # in the sum it is as many times as large
-        self._decode(self.mean_code, codes, scales, self.runs, self.mean, add=False)
+        self.mean_code.decode(codes, *unsigned(scales), self.runs, self.mean, add=False)
         invalidate(self.mean, wrong)
         return self.mean, error
 
@@ -154,9 +154,6 @@ class RingChannel(Channel):
         scale = (scale * (1.0 + 2.0**-8) if code.peak else scale).bfloat16()
         code.encode(values, scale.float(), kind, runs, codes, error)  # type: ignore[arg-type]
         return scale, kind
-
-    def _decode(self, code: Code, codes: Tensor, scales: Tensor, runs: Tensor, values: Tensor, add: bool) -> None:
-        code.decode(codes, *unsigned(scales), runs, values, add)
 
     def _scales(self, rows: Tensor) -> Tensor:
         """The scales in the headers of all rows: bfloat16, (ranks, columns)."""

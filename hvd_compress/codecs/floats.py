@@ -7,8 +7,16 @@ from torch import Tensor
 
 from .. import ops
 from ..engine.arguments import check_integer
-from .base import drop_excess
 from .packed import Code
+
+# The most steps in which a value beyond a dtype's range is sent.
+_PATIENCE = 64
+
+
+def drop_excess(quantization_error: Tensor, limit: float) -> None:
+    """Limits the errors of values that were clipped to ``limit`` to what 64 further steps can send."""
+    most = min(_PATIENCE * limit, torch.finfo(torch.float32).max)
+    quantization_error.clamp_(-most, most)
 
 
 @dataclass(frozen=True)

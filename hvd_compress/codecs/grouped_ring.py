@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..engine.collectives import Request
 from .codebooks import codebook_on
-from .coded_ring import CodedRing, RingChannel, unsigned
+from .coded_ring import RingChannel, unsigned
 
 
 @dataclass
@@ -57,16 +57,8 @@ class Coded:
         ops.codebook_move(*self.tables, self.factor, common, velocity, own, before, lr, momentum, self.bits)
 
 
-@dataclass(frozen=True)
-class GroupedRing(CodedRing):
-    """As :class:`.CodedRing`, of codes of a codebook, for :meth:`.GroupedChannel.averages`."""
-
-    def channel(self, groups: int, ranks: int, rank: int, device: torch.device) -> "GroupedChannel":
-        return GroupedChannel(self, groups, ranks, rank, device)
-
-
 class GroupedChannel(RingChannel):
-    """A channel that can tell the values of a group from those of all."""
+    """A channel of codes of a codebook, that can tell the values of a group from those of all."""
 
     def set_group_sizes(self, sizes: list[int]) -> None:
         super().set_group_sizes(sizes)

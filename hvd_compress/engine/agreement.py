@@ -1,18 +1,16 @@
-"""Whether numbers are the same on all ranks, found by one allgather, and the error if they are not."""
+"""Whether numbers are the same on all ranks, found by one allgather."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
 
 from .collectives import Request
-from .dense import as_real
+from .comparison import disagreement as disagreement
 from .work import Part, Step
 
 #: Numbers to compare must be below this.
 LIMIT = 2**20
-# The entries that are hashed at a time.
-_PART = 2**20
 # Steps between two looks at the comparison's result on a GPU.
 _CHECK_INTERVAL = 100
 
@@ -22,14 +20,6 @@ def all_equal(numbers: Tensor, name: str = "step") -> Generator[Request, Tensor,
     ranks: bool, (n,). In one trip, where an allreduce of few bytes takes as many as one of many."""
     rows = (yield Request("allgather", numbers.int(), "budget", name, "encode")).view(-1, len(numbers))
     return (rows == rows[0]).all(0)
-
-
-def disagreement() -> RuntimeError:
-    """The error to raise when ranks differ in seed, step or options."""
-    return RuntimeError(
-        "the ranks' compressors disagree: seed, density, all other options and step must be the same on all ranks "
-        "(was a state loaded on some ranks only? was the seed derived from the rank? were the parameters broadcast?)"
-    )
 
 
 class Agreement(Part):
@@ -60,15 +50,3 @@ class Agreement(Part):
         self._differ.logical_or_(differ)
         if self._looks and bool(self._differ):
             raise disagreement()
-
-
-def hash_of(tensors: Iterable[Tensor]) -> int:
-    """A hash of tensors: equal for equal bits. Synchronises a GPU."""
-    total = 0
-    for tensor in tensors:
-        flat = as_real(tensor.detach()).flatten()
-        bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-        for number, part in enumerate(torch.split(bits, _PART), 1):
-            place = torch.arange(part.numel(), dtype=torch.int64, device=part.device) % 8191 + number
-            total = (total * 31 + int((part.long() * place).sum())) % 2**61
-    return total

@@ -5,7 +5,6 @@ Each piece starts at a block boundary of the bucket's flat tensors and lies ther
 """
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,38 +17,19 @@ from .state import TensorLeaf, Tree
 from .streams import stream_order
 
 
-@dataclass(frozen=True)
 class Piece:
     """A parameter, or this rank's shard of one, in a bucket: there it has ``blocks`` blocks from ``first_block`` on.
 
-    ``number``: of the parameter in the compressor. ``shape``, ``stride``: of the weights when the bucket was made.
+    ``number``: of the parameter in the compressor. ``shape``, ``stride``, ``numel``: of the weights when the bucket was
+    made.
     """
 
-    name: str
-    number: int
-    parameter: torch.nn.Parameter
-    first_block: int
-    shape: torch.Size = field(init=False)
-    stride: tuple[int, ...] = field(init=False)
-    _stand_in: Tensor | None = field(init=False, default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, number: int, parameter: torch.nn.Parameter, first_block: int) -> None:
+        self.name, self.number, self.parameter, self.first_block = name, number, parameter, first_block
+        self._stand_in: Tensor | None = None
         weight = self.weight()
-        object.__setattr__(self, "shape", weight.shape)
-        object.__setattr__(self, "stride", weight.stride())
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.numel // BLOCK)
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is the whole parameter."""
-        return self.shape == self.parameter.shape
+        self.shape, self.stride, self.numel = weight.shape, weight.stride(), weight.numel()
+        self.blocks = -(-self.numel // BLOCK)
 
     def of(self, flat: Tensor) -> Tensor:
         """This piece's part of a bucket-wide tensor, padding included: a view, (blocks * 256,)."""
@@ -82,7 +62,7 @@ class Piece:
     def let_stand_in(self, weights: Tensor | None) -> None:
         """Lets :meth:`weight` return ``weights`` from now on, of the parameter's dtype and in its memory order; None
         ends this. Called by local steps, during whose exchanges the parameter holds weights of this rank only."""
-        object.__setattr__(self, "_stand_in", None if weights is None else self.reshaped(weights))
+        self._stand_in = None if weights is None else self.reshaped(weights)
 
 
 class Bucket:
@@ -100,7 +80,6 @@ class Bucket:
         self.order = stream_order(device)
         rows = [(piece.first_block, piece.blocks, 0, 0) for piece in pieces]
         self.table = torch.tensor(rows, dtype=torch.int64, device=device)
-        self._on_gpu = device.type == "cuda"
         self._empty = torch.empty(0, dtype=torch.float32, device=device)
         self.clear()
 
@@ -150,8 +129,7 @@ class Bucket:
             )
         self._originals[index], self._versions[index], self._arrived[index] = grad, grad._version, True
         self._missing -= 1
-        if self._on_gpu:
-            self.order.note_input()
+        self.order.note_input()
         return not self._missing
 
     def collect(self) -> None:

@@ -5,7 +5,7 @@ starts the operation without waiting.
 """
 
 import math
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -186,10 +186,6 @@ class Nodes:
         if inside is not None and inside.size == 1:
             inside = between = None
         self.everyone, self.between, self.inside, self.renew = everyone, between or everyone, inside, renew
-
-    def may_differ(self, devices: Iterable[torch.device]) -> bool:
-        """Whether ranks may start exchanges that others do not, see :meth:`Collectives.may_differ`."""
-        return self.inside is None and all(map(self.everyone.may_differ, devices))
 
     @property
     def ranks(self) -> int:

@@ -34,23 +34,18 @@ class Unexpected(RuntimeError):
 class _Run:
     """One comparison with the other ranks. Starts without waiting.
 
-    ``digest``: of the configuration that is compared.
+    ``digest``: of the configuration that is compared. ``generation``: of the ranks; of other ones, nobody answers.
     """
 
     def __init__(self, own: Mapping[str, object], collectives: Collectives, label: str, device: torch.device) -> None:
         self.digest = digest(own)
         self._collectives, self._label = collectives, label
-        self._generation, self._stage = collectives.generation(), 0
+        self.generation, self._stage = collectives.generation(), 0
         self._exchange = _compare(own, device)
         self._handle: Handle | None = None
         #: The error if the ranks differ, to be read after the end.
         self.error: RuntimeError | None = None
         self._resume(None)
-
-    @property
-    def void(self) -> bool:
-        """Whether the set of ranks has changed since the comparison began, so that nobody answers."""
-        return self._collectives.generation() is not self._generation
 
     def advance(self) -> bool:
         """Continues as far as it can without waiting. Returns whether it has ended."""
@@ -124,7 +119,7 @@ class Comparison:
 
     def join(self, configuration: Configuration) -> None:
         """Starts to compare, unless that is in progress. Does not wait."""
-        if self._run is None or self._run.void:
+        if self._run is None or self._run.generation is not self._collectives.generation():
             self._run = self._start(configuration)
 
     def advance(self) -> None:
@@ -195,6 +190,14 @@ def compare_once(values: Mapping[str, object], collectives: Collectives, label: 
     run = _Run(values, collectives, label, device)
     run.finish(math.inf)
     run.check()
+
+
+def disagreement() -> RuntimeError:
+    """The error to raise when ranks differ in seed, step or options."""
+    return RuntimeError(
+        "the ranks' compressors disagree: seed, density, all other options and step must be the same on all ranks "
+        "(was a state loaded on some ranks only? was the seed derived from the rank? were the parameters broadcast?)"
+    )
 
 
 def _absence(missing: list[int], when: str) -> RuntimeError:

@@ -1,20 +1,19 @@
 """Gradients that are averaged without compression: small tensors, biases, norms."""
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from .bucket import in_order_of, is_dense
-from .collectives import Collectives, Nodes, Request
+from .collectives import Request
 from .exchange import Exchange, Exchanges
 from .method import Method
 from .profiling import stage
 from .shards import local
-from .streams import StreamOrder, stream_order
-from .wire_stats import WireStats
+from .streams import stream_order
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class DenseAverages:
 
     def __init__(self, exchanges: Exchanges, half: bool) -> None:
         self._exchanges, self._half = exchanges, half
-        self._orders = dict[torch.device, StreamOrder]()
+        self._order = cache(stream_order)
         self.begin(1.0, by_host=False)
         self.clear()
 
@@ -101,11 +100,6 @@ class DenseAverages:
             self._arrived.append(gradient)
         return gradient
 
-    def _order(self, device: torch.device) -> StreamOrder:
-        if device not in self._orders:
-            self._orders[device] = stream_order(device)
-        return self._orders[device]
-
     def start(self, name: str = "dense", reciprocal: bool = False) -> None:
         """Starts to average what has arrived since the last call, in the same order on all ranks. ``name``: of the
         exchanges. ``reciprocal``: multiplies sums by ``1 / ranks``, as Horovod and DDP do, in place of dividing them,
@@ -140,14 +134,3 @@ class DenseAverages:
                     gradient.store(part, method)
                 order.release(average)
         self._averages = []
-
-
-def average_in_place(tensors: Iterable[Tensor], collectives: Collectives, label: str) -> None:
-    """Replaces tensors by their averages over ranks. Waits."""
-    exchanges = Exchanges(Nodes(collectives), WireStats(), label)
-    averages = DenseAverages(exchanges, half=False)
-    for tensor in tensors:
-        averages.arrive(None, tensor, tensor)
-    averages.start()
-    exchanges.finish()
-    averages.write(None)

@@ -42,18 +42,3 @@ def place_in_mesh(tensor: Tensor) -> list[int]:
 def meshes(tensors: Iterable[Tensor]) -> list[Any]:
     """The meshes of DTensors, each once."""
     return list(dict.fromkeys(cast(Any, tensor).device_mesh for tensor in tensors if is_sharded(tensor)))
-
-
-def process_groups(tensors: Iterable[Tensor]) -> list[Any]:
-    """The groups of the ranks that share DTensors: one for each dimension of each of their meshes."""
-    return [mesh.get_group(dimension) for mesh in meshes(tensors) for dimension in range(mesh.ndim)]
-
-
-def whole(shard: Tensor, like: Tensor) -> Tensor:
-    """The DTensor with ``shard`` on this rank, sharded as ``like``; ``shard`` itself if ``like`` is no DTensor."""
-    if not is_sharded(like):
-        return shard
-    parameter: Any = like.detach()
-    mesh, places, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
-    found: Tensor = type(parameter).from_local(shard, mesh, places, run_check=False, shape=shape, stride=stride)
-    return found

@@ -75,13 +75,6 @@ def load(tree: Tree, value: Saved) -> None:
             load(part, value[key])
 
 
-def unrecorded(tree: Tree, value: Saved) -> Saved:
-    """A value of a description with 0 in place of each hash."""
-    if isinstance(tree, Leaf):
-        return 0 if isinstance(tree, Recorded) else value
-    return {key: unrecorded(tree[key], part) if key in tree else part for key, part in value.items()}
-
-
 def part_of(tree: Tree, per_rank: bool) -> Tree:
     """The leaves of a description that are, or are not, ``per_rank``. Dicts without such leaves are left out."""
     if isinstance(tree, Leaf):

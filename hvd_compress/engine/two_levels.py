@@ -4,8 +4,6 @@ Each bucket has an owner, the rank with the same place in every node, which alon
 method there are as many ranks as nodes, each with the mean gradient of its node.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -37,11 +35,6 @@ class NotOwned(Work):
 
     def scale_residual(self, factor: float) -> None:
         """Nothing is kept."""
-
-
-def owned(works: Iterable[Work]) -> list[Work]:
-    """The buckets whose state is on this rank."""
-    return [work for work in works if not isinstance(work, NotOwned)]
 
 
 def two_level_exchange(work: Work, nodes: Nodes) -> Exchange:

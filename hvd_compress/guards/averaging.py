@@ -14,7 +14,7 @@ Cure: the same `process_group=` for both
 """
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -41,6 +41,10 @@ class DDPState(abc.ABC):
     @abc.abstractmethod
     def own(self) -> bool:
         """Whether it does."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """Lets DDP average the gradients again."""
 
 
 def averages(parameters: Sequence[Tensor]) -> str | None:
@@ -107,6 +111,17 @@ def ddp_averages(ddp: DistributedDataParallel) -> bool:
     """Whether a DDP model averages gradients in its next backward pass."""
     own = any(isinstance(state, DDPState) and state.own for _, state in getattr(ddp, "_comm_hooks", ()))
     return ddp.require_backward_grad_sync and not own
+
+
+def average_again(parameters: Iterable[Tensor], kept: Set[int]) -> None:
+    """Ends what :func:`hvd_compress.trainers.local_gradients` has begun, for the DDP models that hold one of the
+    parameters, and none with an id in ``kept``."""
+    ended = {*map(id, parameters)} - kept
+    for ddp in living(DistributedDataParallel):
+        held = {*map(id, ddp.parameters())}
+        for _, state in getattr(ddp, "_comm_hooks", ()) if held & ended and not held & kept else ():
+            if isinstance(state, DDPState) and state.own:
+                state.end()
 
 
 def was_given(optimizer: Optimizer, compression: object) -> bool | None:

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..engine.agreement import hash_of
+from ..engine.hashes import hash_of
 from ..engine.shards import local
 from ..engine.state import Recorded, Tree
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.agreement import hash_of
 from ..engine.engine import Engine
+from ..engine.hashes import hash_of
 from ..engine.shards import local
 from ..engine.spread import spread
 from .averaging import averages

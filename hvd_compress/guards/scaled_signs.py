@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..engine.engine import Engine
 from ..engine.shards import local
-from ..engine.two_levels import owned
 
 
 class ScaledSigns:
@@ -40,7 +39,8 @@ class ScaledSigns:
         if self._largest is None:
             return
         scale = engine.dense.scale
-        pieces = (piece for work in owned(engine.works) for piece in work.bucket.pieces)
+        own = (work.bucket for work in engine.works if work.bucket.owner == engine.nodes.rank)
+        pieces = (piece for bucket in own for piece in bucket.pieces)
         grads = [grad for piece in pieces if (grad := piece.parameter.grad) is not None]
         # Horovod makes gradients sparse again that were with sparse_as_dense.
         dense = (grad.to_dense() if grad.is_sparse else local(grad) for grad in grads)

@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
-from ..engine.optimizers import inside, parameters_of
+from ..engine.optimizers import parameters_of
+from ..engine.wrappers import inside
 from .averaging import is_distributed_optimizer
 
 END = (

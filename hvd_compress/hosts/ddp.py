@@ -11,6 +11,7 @@ engine's. torch.distributed matches collectives by the order of the calls, which
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -68,7 +69,7 @@ class DDPHost(TorchHost):
         self._numbers = {id(parameter): number for number, parameter in enumerate(engine.parameters)}
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
         self._results: list[_Result] = []
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._stream_of = cache(torch.cuda.Stream)
         #: The index of the step's last bucket so far, and the backward pass to which it belongs.
         self._index, self._backward = -1, -1
         #: Whether DDP skips buckets that no rank has used.
@@ -170,8 +171,7 @@ class DDPHost(TorchHost):
         """A stream that waits for the gradients, on a GPU: exchanges do not delay the rest of backward."""
         if device.type != "cuda":
             return nullcontext()
-        if (stream := self._streams.get(device)) is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._stream_of(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(stream)
 

@@ -4,7 +4,7 @@ DDP takes one hook, and its model may be trained several times: the state of the
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ class GradientHook(DDPState):
         self._ddp = weakref.ref(ddp)
         # DDP's own flags outside of a forward pass.
         self._flags: tuple[bool, bool] | None = None
-        _hooks.add(self)
         ddp.register_comm_hook(self, GradientHook.exchange)
         ddp.register_forward_pre_hook(self._begin_forward)
         ddp.register_forward_hook(self._end_forward, always_call=True)
@@ -45,11 +44,8 @@ class GradientHook(DDPState):
         """Whether each rank keeps its own gradients."""
         return self._use is not None and self._use[0] is None
 
-    @property
-    def held(self) -> set[int]:
-        """The ids of the model's parameters."""
-        ddp = self._ddp()
-        return set() if ddp is None else {*map(id, ddp.parameters())}
+    def end(self) -> None:
+        self._use = None
 
     def exchange(self, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook of the model."""
@@ -88,10 +84,6 @@ class GradientHook(DDPState):
         flags, self._flags = self._flags, None
         if flags is not None:
             _set_flags(ddp, *flags)
-
-
-#: All of this process.
-_hooks = weakref.WeakSet[GradientHook]()
 
 
 def local_gradients(model: torch.nn.Module) -> None:
@@ -135,16 +127,6 @@ def use_hook(model: torch.nn.Module, *use: Any) -> list[Callable[[], None]]:
             )
         ends.append((hooks[0] if hooks else GradientHook(ddp)).use(*use))
     return ends
-
-
-def average_again(parameters: Iterable[Tensor], kept: Set[int]) -> None:
-    """Ends what :func:`local_gradients` has begun, for the DDP models that hold one of the parameters, and none with an
-    id in ``kept``."""
-    ended = {*map(id, parameters)} - kept
-    for hook in [*_hooks]:
-        held = hook.held
-        if hook.own and held & ended and not held & kept:
-            hook.use(None)()
 
 
 def _set_flags(ddp: DistributedDataParallel, synchronises: bool, broadcasts: bool) -> None:

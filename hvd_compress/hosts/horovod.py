@@ -5,6 +5,7 @@ only after every gradient of the step has passed through ``compress``. Nothing i
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import cast
 
 import torch
@@ -34,7 +35,7 @@ class HorovodHost(GradientStep):
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         super().__init__(engine, grad_scaler)
         self._lookup = GradientLookup(engine.parameters)
-        self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._nothing = cache(_nothing)
         self._references: list[Tensor] = []
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]:
@@ -50,7 +51,7 @@ class HorovodHost(GradientStep):
                 payload = arrived.payload.detach().to(averaging_device(tensor.device))
                 self._references.append(second_reference(payload))
                 return payload, arrived
-            return self._nothing(averaging_device(tensor.device)), arrived
+            return self._nothing(averaging_device(tensor.device))[0], arrived
 
     def decompress(self, tensor: Tensor, ctx: Place | DenseGradient) -> Tensor:
         """See :meth:`hvd_compress.Compressor.decompress`."""
@@ -70,13 +71,6 @@ class HorovodHost(GradientStep):
             # Horovod keeps a lazy conjugation of p.grad, which copy_() follows.
             given = parameter.grad
             return given.copy_(average) if given is not None and given.is_conj() else average
-
-    def _nothing(self, device: torch.device) -> Tensor:
-        """An empty tensor, for Horovod to reduce under a gradient's name."""
-        if (found := self._empty.get(device)) is None:
-            empty = torch.empty(0, dtype=torch.float32, device=device)
-            found = self._empty[device] = empty, second_reference(empty)
-        return found[0]
 
     @property
     def alone(self) -> bool:
@@ -122,3 +116,9 @@ class HorovodHost(GradientStep):
                 "sent uncompressed; give the compressor all of the optimizer's named parameters"
             )
             engine.stats.count_dense(tensor.numel(), tensor.nbytes, engine.collectives.size, engine.nodes.ranks)
+
+
+def _nothing(device: torch.device) -> tuple[Tensor, Tensor]:
+    """An empty tensor, for Horovod to reduce under a gradient's name, and a second reference to it."""
+    empty = torch.empty(0, dtype=torch.float32, device=device)
+    return empty, second_reference(empty)

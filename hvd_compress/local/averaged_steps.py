@@ -13,8 +13,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ..engine.agreement import hash_of
 from ..engine.engine import Engine
+from ..engine.hashes import hash_of
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.optimizers import HOOKS, parameters_of

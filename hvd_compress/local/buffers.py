@@ -1,6 +1,6 @@
 """Makes a model's buffers the same on all ranks when its weights are averaged."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,13 +8,15 @@ from torch import Tensor
 # The class of all BatchNorms and InstanceNorms, which keep running averages.
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..engine.agreement import hash_of
 from ..engine.arguments import plain_names
 from ..engine.bucket import strides_of
-from ..engine.collectives import Collectives, Request
+from ..engine.collectives import Collectives, Nodes, Request
 from ..engine.comparison import compare_once
-from ..engine.dense import average_in_place
+from ..engine.dense import DenseAverages
+from ..engine.exchange import Exchanges
+from ..engine.hashes import hash_of
 from ..engine.shards import local
+from ..engine.wire_stats import WireStats
 from .from_rank_0 import Count, from_rank_0
 
 
@@ -90,3 +92,14 @@ def _layout(tensor: Tensor) -> str:
     else:
         parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return f"{text}, {tensor.layout}, hash {hash_of(parts)} of {[tuple(part.shape) for part in parts]}"
+
+
+def average_in_place(tensors: Iterable[Tensor], collectives: Collectives, label: str) -> None:
+    """Replaces tensors by their averages over ranks. Waits."""
+    exchanges = Exchanges(Nodes(collectives), WireStats(), label)
+    averages = DenseAverages(exchanges, half=False)
+    for tensor in tensors:
+        averages.arrive(None, tensor, tensor)
+    averages.start()
+    exchanges.finish()
+    averages.write(None)

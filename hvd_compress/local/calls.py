@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine.agreement import disagreement
 from ..engine.collectives import Handle, Request, rendezvous
-from ..engine.comparison import COMPARES, Unexpected, ranks_by_value, ranks_text
+from ..engine.comparison import COMPARES, Unexpected, disagreement, ranks_by_value, ranks_text
 from ..engine.engine import Engine
 
 #: What a rank may be in; a call is sent as its place here.

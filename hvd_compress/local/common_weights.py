@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..engine.agreement import hash_of
 from ..engine.engine import Engine
+from ..engine.hashes import hash_of
 from ..engine.place import Place
 from ..engine.shards import local, wide_zeros
 from ..engine.state import Fixed, TensorLeaf, Tree
 from ..engine.work import Average, Work
-from ..reference import all_usable, usable
+from ..reference import usable
 
 # Relative change of all weights together that is a rounding error: what is smaller is nobody's new weights.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -222,7 +222,7 @@ def _memory(parameter: Tensor) -> int:
 def parted(average: Tensor) -> tuple[Tensor, Tensor]:
     """An average with 0 where it is not usable, and what is left of it: one 0 if all is usable, which is asked on the
     CPU only, since a GPU would be synchronised. The average must not be used any more."""
-    if average.is_cpu and all_usable(average):
+    if average.is_cpu and (not average.numel() or all(map(usable, average.aminmax()))):
         return average, average.new_zeros(())
     finite = average.masked_fill(~usable(average), 0.0)
     return finite, average.sub_(finite)

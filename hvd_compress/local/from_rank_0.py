@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..engine.collectives import Collectives, Request, allgather
 from ..engine.engine import Engine
-from ..engine.optimizers import inside
+from ..engine.wrappers import inside
 
 Count = Callable[[Request, int], None]
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..engine.optimizers import inside, parameters_of, share_parameters, unwrapped
+from ..engine.optimizers import parameters_of, share_parameters
+from ..engine.wrappers import inside, unwrapped
 from ..guards.unfit_optimizer import check_averaged, check_kind
 
 #: One optimizer or several, as the user has given them.

@@ -133,7 +133,7 @@ class Round:
             # Of peers, each may have taken another number of steps.
             digest = step.digest ^ self._averaged.begin(age)
             must_equal = (age if self._peers is None else engine.step) + (digest << AGES)
-            may_differ = engine.nodes.may_differ(self._devices)
+            may_differ = engine.nodes.inside is None and all(map(engine.collectives.may_differ, self._devices))
             first = tuple(one for work in fragment.works for one in work.first_requests()) if may_differ else ()
             self._calls.begin(Row("step()", must_equal, number, self._gradients.taken()), first)
             # With a delay a rank would wait here for the slowest one, and between sites for a trip.

@@ -28,10 +28,10 @@ from ..engine.modes import modes_off
 from ..engine.optimizers import parameters_of
 from ..engine.owner import in_use
 from ..engine.state import Entry, Fixed, Tree
+from ..guards.averaging import average_again
 from ..guards.local_steps import LocalGuards
 from ..guards.replaced_parameters import check_model
 from ..guards.unfit_optimizer import check_parameters, refuse_other
-from ..hosts import gradient_hook
 from .averaged_steps import AveragedSteps
 from .buffers import Buffers
 from .calls import AGES, Calls, Row
@@ -262,7 +262,7 @@ class Rounds(Clock):
         finally:
             others = in_use(lambda: [rounds for rounds in _living if not rounds._closed])
             kept = {number for rounds in others for number in rounds._common.ids}
-            gradient_hook.average_again(self._engine.parameters, kept)
+            average_again(self._engine.parameters, kept)
 
     def take_weights(self) -> None:
         """Makes the parameters the common weights; nothing is kept of before."""

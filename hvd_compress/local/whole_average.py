@@ -1,8 +1,8 @@
 """The average of all weights in full precision, in place of a round: at the end, and before a test."""
 
-from ..engine.dense import average_in_place
 from ..engine.engine import Engine
 from .averaged_steps import AveragedSteps
+from .buffers import average_in_place
 from .common_weights import CommonWeights
 from .fragments import Turns
 from .round import Round, count_gradients

@@ -21,7 +21,7 @@ from ..engine.method import Method
 from ..engine.modes import modes_off
 from ..engine.optimizers import watch
 from ..engine.place import Place
-from ..engine.shards import local, process_groups
+from ..engine.shards import local, meshes
 from ..guards import optimizer as optimizer_guard
 from ..guards.dcp import refuse_dcp
 from ..guards.unsharded import check_resharded
@@ -177,7 +177,8 @@ class Compressor(Reporting, Method):
         return [work.bucket for work in self.engine.works]
 
     def shard_groups(self) -> list[Collectives]:
-        return [self._around.collectives(None, group) for group in process_groups(self.engine.parameters)]
+        groups = [mesh.get_group(n) for mesh in meshes(self.engine.parameters) for n in range(mesh.ndim)]
+        return [self._around.collectives(None, group) for group in groups]
 
     @property
     def step(self) -> int:

@@ -53,10 +53,6 @@ class BlockMeans(Part):
         ops.block_means_keep(mean, error, self.unsent)
         return mean
 
-    def undo_send(self, sent: Tensor) -> None:
-        """Takes back the exchange in which ``sent`` was sent."""
-        self.unsent.copy_(sent)
-
     def added(self, piece: Piece, entries: Tensor, per_block: Tensor) -> Tensor:
         """``entries`` of a piece plus one of the tensors above: float32, in its shape."""
         if not self.sizes:

@@ -1,10 +1,12 @@
 """A bucket of :class:`.Quantized`: what was sent stays in the residual until the next exchange subtracts its codes."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..codecs.grouped_ring import Coded, GroupedChannel, GroupedRing
+from ..codecs.grouped_ring import Coded, GroupedChannel
 from ..engine.bucket import Bucket, Piece
 from ..engine.exchange import Exchange
 from ..engine.state import Tree
@@ -24,17 +26,16 @@ class CodedWork(EveryEntryWork):
     """
 
     takes_starts = True
-    _channel: GroupedChannel | None
+    _channel: GroupedChannel
 
-    def __init__(self, bucket: Bucket, ring: GroupedRing, feedback: bool) -> None:
+    def __init__(self, bucket: Bucket, channel: Callable[..., GroupedChannel], feedback: bool) -> None:
         self._sent: Coded | None = None
         self._means: Coded | None = None
-        #: By place in this rank's part, the errors of the averages, until they are committed.
-        self._errors: list[tuple[slice, Tensor]] = []
-        self._committed = True
+        #: By place in this rank's part, the errors of the averages; None once they are committed.
+        self._errors: list[tuple[slice, Tensor]] | None = None
         #: The residual without what was sent, if somebody has asked for it and the latter may be taken back.
         self._copy: Tensor | None = None
-        super().__init__(bucket, ring, feedback)
+        super().__init__(bucket, channel, feedback)
 
     def restart(self) -> None:
         self.settle()
@@ -44,17 +45,15 @@ class CodedWork(EveryEntryWork):
         self.commit()
         super().begin(step)
 
-    def accumulate(self) -> None:
+    def _take_sent(self) -> tuple[Any, ...]:
         sent, self._sent = self._sent, None
         if sent is None:
-            super().accumulate()
-        else:
-            codes, scale, _, book, kind = sent.tables
-            ops.accumulate(*self._given(), codes, scale, book, kind, sent.bits)
+            return ()
+        codes, scale, _, book, kind = sent.tables
+        return codes, scale, book, kind, sent.bits
 
     def exchange(self) -> Exchange:
         bucket, channel = self.bucket, self._channel
-        assert channel is not None
         self._means, sent, error, self._wrong = yield from self._compared(
             channel.averages(bucket.residual, self._invalid, self._table)
         )
@@ -74,7 +73,7 @@ class CodedWork(EveryEntryWork):
                 if mean is not flat or self.step.scale != 1.0:
                     torch.mul(mean, self.step.scale, out=flat)
         if self._feedback:
-            self._sent, self._errors, self._committed = sent, errors, False
+            self._sent, self._errors = sent, errors
         else:
             bucket.residual.zero_()
 
@@ -82,17 +81,16 @@ class CodedWork(EveryEntryWork):
         return self.bucket.pieces[index].of_blocks(self._squares).sum()
 
     def average_of(self, index: int) -> Coded:
-        assert self._channel is not None and self._means is not None
+        assert self._means is not None
         return self._channel.of_group(self._means, index, self.bucket.pieces[index].numel)
 
     def undo(self) -> None:
-        if not self._committed:
-            self._sent, self._errors, self._committed, self._copy = None, [], True, None
+        if self._errors is not None:
+            self._sent, self._errors, self._copy = None, None, None
 
     def commit(self) -> None:
         self._write_errors(self.bucket.residual)
-        self._errors, self._committed, self._copy = [], True, None
-        self._means = None
+        self._errors, self._copy, self._means = None, None, None
 
     def settle(self) -> None:
         """Subtracts what was sent from the residual."""
@@ -102,7 +100,7 @@ class CodedWork(EveryEntryWork):
         self._sent = None
 
     def _write_errors(self, residual: Tensor) -> None:
-        for place, error in self._errors:
+        for place, error in self._errors or ():
             values = residual[place]
             if not self._wrong.is_cpu:  # it would be synchronised
                 values.copy_(torch.where(self._wrong, values, error * self.step.ranks))
@@ -113,7 +111,7 @@ class CodedWork(EveryEntryWork):
 
     def unsent(self) -> Tensor:
         """The residual as :meth:`settle` makes it: float32, (blocks * 256,). Read only."""
-        if self._committed:
+        if self._errors is None:
             self.settle()
             return self.bucket.residual
         if self._copy is None and self._sent is not None:

@@ -11,8 +11,6 @@ from ..engine.bucket import Bucket
 from ..engine.state import TensorLeaf, Tree
 from ..engine.work import Part, Step
 from ..selection.base import Scoring
-from ..selection.deciders import Leaders
-from ..selection.pickers import Blocks
 from ..selection.schedule import Density
 from .sparse import SparseMethod
 from .sparse_work import Sending, SparseWork
@@ -96,7 +94,9 @@ class IWP(SparseMethod):
         super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return _IWPWork(bucket, sending, self.arguments)
+        a, floors = self.arguments, _Floors(bucket)
+        scoring = Scoring(a.explore, floors.values)
+        return SparseWork(bucket, sending, scoring=scoring, leaders=a.leaders, means=a.block_means, floors=floors)
 
     def made_with(self) -> dict[str, Any]:
         return {"block means": self.arguments.block_means, **super().made_with()}
@@ -123,13 +123,3 @@ class _Floors(Part):
         # A rank selects by its own; they may differ in the last bit.
         pairs = zip(self._bucket.pieces, self.values, strict=True)
         return {piece.name: TensorLeaf(floor, low=0.0, per_rank=True) for piece, floor in pairs}
-
-
-class _IWPWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
-        self._leaders, floors = arguments.leaders, _Floors(bucket)
-        scoring = Scoring(arguments.explore, floors.values)
-        super().__init__(bucket, sending, scoring=scoring, means=arguments.block_means, floors=floors)
-
-    def decide(self, slots: list[int]) -> Leaders:
-        return self.leaders(Blocks(self.bucket, slots), self._leaders)

@@ -1,8 +1,10 @@
 """Every entry in 1 to 8 bits, with error feedback, by a reduce-scatter and an allgather of codes."""
 
+from functools import partial
 from typing import Any
 
-from ..codecs.grouped_ring import GroupedRing
+from ..codecs.coded_ring import CodedRing
+from ..codecs.grouped_ring import GroupedChannel
 from ..codecs.wide_lloyd import WideLloyd
 from ..engine.arguments import NamedParameters, check_integer
 from ..engine.bucket import Bucket
@@ -62,8 +64,8 @@ class Quantized(EveryEntry):
         **common: Any,
     ) -> None:
         mean = None if mean_bits is None else WideLloyd(check_integer("mean_bits", mean_bits, 1, 8))
-        self._ring = GroupedRing(WideLloyd(bits), run, mean)
+        self._ring = CodedRing(WideLloyd(bits), run, mean)
         super().__init__(named_parameters, values=self._ring, error_feedback=error_feedback, **common)
 
     def work(self, bucket: Bucket) -> CodedWork:
-        return CodedWork(bucket, self._ring, self._feedback)
+        return CodedWork(bucket, partial(GroupedChannel, self._ring), self._feedback)

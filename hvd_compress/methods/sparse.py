@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,7 +15,6 @@ from ..engine.facts import OptimizerFacts, Traits
 from ..engine.method import Velocities
 from ..engine.modes import modes_off
 from ..engine.state import Fixed, Tree
-from ..engine.two_levels import owned
 from ..selection.schedule import Density, check_density, warm_up
 from .base import Compressor
 from .momentum import MomentumCorrection
@@ -72,7 +71,7 @@ class SparseMethod(Compressor):
         self._shown: dict[str, object] = {"density": shown, "warmup_steps": warmup_steps}
         momentum = check_number("momentum", momentum, at_least=0, below=1)
         super().__init__(named_parameters, **common)
-        self.works = cast(Any, owned(self.engine.works))  # of this method
+        self.works = [work for work in self.engine.works if isinstance(work, SparseWork)]
         self.momentum = MomentumCorrection(self.engine, self.works, momentum)
 
     def work(self, bucket: Bucket) -> SparseWork:

@@ -17,7 +17,7 @@ from ..engine.rng import derive
 from ..engine.state import Tree
 from ..engine.work import Part, Step, Work
 from ..reference import BLOCK
-from ..selection.base import Average, Output, Scoring, StepSeed, marked, missing
+from ..selection.base import Average, Output, Scoring
 from ..selection.budget import apportion
 from ..selection.deciders import Decider, Leaders, Shared
 from ..selection.idle import Idle
@@ -46,6 +46,7 @@ class SparseWork(Work):
         sending: the arguments of the method.
         basis: in which the residual is kept.
         scoring: how entries are scored.
+        leaders: how many ranks pick the entries of a block on average; None for all.
         means: whether block means are sent.
         finds_idle: whether a piece for which no rank has a gradient receives 0, instead of the rest of its residual.
         decay: factor of the residual in each step.
@@ -63,6 +64,7 @@ class SparseWork(Work):
         *,
         basis: Basis | None = None,
         scoring: Scoring | None = None,
+        leaders: int | None = None,
         means: bool = False,
         finds_idle: bool = False,
         decay: float = 1.0,
@@ -71,7 +73,7 @@ class SparseWork(Work):
         **parts: Part,
     ) -> None:
         self._sending, self._basis, self._scoring = sending, basis or Basis(bucket), scoring or Scoring()
-        self._decay, self._subtract, self._sign = decay, subtract, sign
+        self._leaders, self._decay, self._subtract, self._sign = leaders, decay, subtract, sign
         self._means, self._idle = BlockMeans(bucket, means), Idle(bucket, finds_idle)
         self._agreement = Agreement(bucket.device)
         groups = len(bucket.pieces) + len(self._means.sizes)
@@ -87,7 +89,7 @@ class SparseWork(Work):
 
     def decide(self, slots: list[int]) -> Decider:
         """The decider of the step's entries, with the picker that it uses. ``slots``: of each piece."""
-        return self.leaders(Blocks(self.bucket, slots))
+        return self.leaders(Blocks(self.bucket, slots), self._leaders)
 
     def send(self) -> Exchange:
         """Agrees on the entries, averages them, writes the averages, and subtracts the payload from the residual."""
@@ -122,7 +124,7 @@ class SparseWork(Work):
     def begin(self, step: Step) -> None:
         super().begin(step)
         self._lay_out()
-        self.decider.begin(StepSeed.draw(step, self.bucket.index))
+        self.decider.begin(step)
 
     def _lay_out(self) -> None:
         """Builds the decider anew if the density, the shares or the ranks have changed."""
@@ -188,7 +190,7 @@ class SparseWork(Work):
         sent = picker.gather(self.bucket.residual, payload[:total])
         velocity, invalid = self.velocity, self.values.invalid
         self._means.load(payload[total:], velocity.momentum, velocity.without, invalid, self._idle.blocks)
-        mean, error = yield from self.values.average(payload, derive(self.decider.seed.key, self.step.rank))
+        mean, error = yield from self.values.average(payload, derive(picker.key, self.step.rank))
         self._mean_of_blocks = self._means.receive(mean[total:], error[total:])
         return self._idle.keep(picker, mean[:total], self._unsent(sent, error[:total]), sent)
 
@@ -201,7 +203,7 @@ class SparseWork(Work):
         gradient keeps its residual. (Hosts pass the same parameters on all ranks, so it is missing on all.)"""
         picker, grads = self.decider.picker, self.bucket.gradients
         targets = self._basis.targets(grads)
-        mean = marked(mean, map(picker.span, missing(targets)))
+        mean = picker.not_missing(mean, targets)
         picker.scatter(targets, self.velocity.memory, Average(mean, error, self._output(), self._mean_of_blocks))
         self._basis.leave(targets, grads, self.step.scale)
 
@@ -217,7 +219,7 @@ class SparseWork(Work):
             values = payload[: picker.total]
             average = Average(torch.zeros_like(values), values, Output(0.0))
             picker.scatter(self.bucket.nothing(), self.velocity.memory, average)
-            self._means.undo_send(payload[picker.total :])
+            self._means.unsent.copy_(payload[picker.total :])
 
     # Between steps.
 

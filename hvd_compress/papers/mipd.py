@@ -15,7 +15,7 @@ from ..engine.work import Part, Step
 from ..methods.sparse import SparseMethod
 from ..methods.sparse_work import Sending, SparseWork, totals
 from ..reference import BLOCK
-from ..selection.base import Average, StepSeed
+from ..selection.base import Average
 from ..selection.deciders import Shared
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
@@ -162,9 +162,9 @@ class Halves(Blocks):
             table = self.table_of((piece.first_block + blocks.start, len(blocks)) for piece, blocks in pairs)
             self._turns.append((halves, table, table.cpu()))
 
-    def begin(self, seed: StepSeed) -> None:
-        super().begin(seed)
-        self.halves, self.table, self.rows = self._turns[seed.step % 2]
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        self.halves, self.table, self.rows = self._turns[step.number % 2]
 
     def scatter(self, targets: list[Tensor], velocity: Tensor | None, average: Average) -> None:
         pairs = zip(targets, self.halves, strict=True)

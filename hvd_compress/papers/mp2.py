@@ -8,10 +8,11 @@ from torch import Tensor
 
 from ..codecs import Codec
 from ..codecs.scales import Moments
-from ..engine.agreement import all_equal, hash_of
+from ..engine.agreement import all_equal
 from ..engine.arguments import NamedParameters, check_flag
 from ..engine.bucket import Bucket
 from ..engine.exchange import Exchange
+from ..engine.hashes import hash_of
 from ..methods.sparse import SparseMethod
 from ..methods.sparse_work import Sending, SparseWork
 from ..reference import BLOCK

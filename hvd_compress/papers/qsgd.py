@@ -13,11 +13,11 @@ from ..codecs.coded_gather import floats
 from ..codecs.scales import Moments
 from ..engine.arguments import NamedParameters, check_integer
 from ..engine.collectives import allgather
-from ..methods.every_entry import EveryEntry
 from ..reference.scales import bounded, divided
+from .every_value import EveryValue
 
 
-class QSGD(EveryEntry):
+class QSGD(EveryValue):
     r"""QSGD: every entry as a random multiple of the norm of its run, unbiased.
 
     Implements Alistarh, Grubic, Li, Tomioka & Vojnovic, *QSGD: Communication-Efficient SGD via Gradient Quantization

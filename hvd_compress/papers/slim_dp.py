@@ -15,7 +15,6 @@ from ..engine.work import Part, Step
 from ..methods.sparse import SparseMethod
 from ..methods.sparse_work import Sending, SparseWork, totals
 from ..reference import flat_positions
-from ..selection.base import StepSeed
 from ..selection.deciders import Shared
 from ..selection.pickers import Blocks
 from ..selection.schedule import Density
@@ -140,7 +139,7 @@ class _SlimDPWork(SparseWork):
         picker.rotate(derive(step.seed, since, self.bucket.index) & 0xFFFF)
         if since == step.number and isinstance(picker, Blocks):
             core = Blocks(self.bucket, [round(slots * self._arguments.core) for slots in picker.slots])
-            core.begin(StepSeed.draw(step, self.bucket.index))
+            core.begin(step)
             core.rotate(picker.phase)
             core.pick_by(self.significance(), 0.0)
             self._core.choose(core)

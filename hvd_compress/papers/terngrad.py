@@ -12,11 +12,11 @@ from ..codecs.coded_gather import floats
 from ..codecs.scales import Moments
 from ..engine.arguments import NamedParameters, check_number
 from ..engine.collectives import Request, allreduce
-from ..methods.every_entry import EveryEntry
 from ..reference.scales import bounded
+from .every_value import EveryValue
 
 
-class TernGrad(EveryEntry):
+class TernGrad(EveryValue):
     r"""TernGrad: every entry as -s, 0 or s, unbiased, with gradients clipped and the scale shared.
 
     Implements Wen, Xu, Yan, Wu, Wang, Chen & Li, *TernGrad: Ternary Gradients to Reduce Communication in Distributed

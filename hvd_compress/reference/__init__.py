@@ -13,9 +13,8 @@ from .accumulate import accumulate
 from .accumulate_select import Draw, accumulate_select, select
 from .averages import codebook_mean, codebook_moments, codebook_move
 from .block_means import block_means_keep, block_means_send
-from .blocks import BLOCK, OVERFLOW, all_usable, exponential, mix, slot_start, slots_before, usable
+from .blocks import BLOCK, OVERFLOW, slots_before, usable
 from .codes import (
-    LANES,
     codebook_decode,
     codebook_encode,
     lanes_decode,
@@ -26,6 +25,6 @@ from .codes import (
     range_encode,
     unpack,
 )
-from .hadamard import GAIN, hadamard
+from .hadamard import hadamard
 from .scales import lanes_prepare, lanes_update
 from .scatter import flat_positions, gather, scatter, scatter_at

@@ -41,11 +41,6 @@ def usable(gradient: Tensor, overflow: float = OVERFLOW) -> Tensor:
     return gradient.abs() < overflow
 
 
-def all_usable(gradient: Tensor) -> bool:
-    """Whether all entries are usable. Synchronises a GPU."""
-    return not gradient.numel() or all(bool(extreme.abs() < OVERFLOW) for extreme in gradient.aminmax())
-
-
 def exponential(bits: Tensor) -> Tensor:
     """Draws from an exponential distribution (in units of ln 2) from 32 random ``bits`` each: float32, > 0.
 

@@ -42,10 +42,6 @@ def divided(dividend: Tensor, divisor: float) -> Tensor:
     return dividend / torch.full_like(dividend, divisor)
 
 
-def running(old: Tensor, new: Tensor) -> Tensor:
-    return bounded(old * (1 - SMOOTHING) + new * SMOOTHING)
-
-
 def _sums(values: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
     table = torch.empty(len(edges) - 1, 3, dtype=torch.float64, device=values.device)
     moments(values, edges, table)
@@ -110,6 +106,7 @@ def lanes_update(
     words = header[1:]
     sums = torch.stack([words & 0xFFFFFFFF, words >> 32], 1).view(-1)[: len(count)]
     observed = divided(shared_scale * sums, RATIO_STEPS * ranks)
-    next_scale.copy_(torch.where(count > 0, running(shared_scale, observed), shared_scale))
+    running = bounded(shared_scale * (1 - SMOOTHING) + observed * SMOOTHING)
+    next_scale.copy_(torch.where(count > 0, running, shared_scale))
     next_kind.copy_(torch.where(count > 0, kind_of(square, fourth, count), kind))
     mean.masked_fill_(header[0] != 0, float("nan"))

@@ -1,7 +1,6 @@
 """Types that pickers (how entries are picked, :mod:`.pickers`) and deciders (who picks, :mod:`.deciders`) share. A
 *slot* is one value of the payload."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,35 +8,9 @@ from torch import Tensor
 
 from .. import ops
 from ..engine.bucket import Bucket
-from ..engine.rng import derive, permutation
-from ..engine.work import Step
 
 #: A mean with which nothing is written and the residual stays. Every mean that is not finite has this effect.
 NOT_SENT = float("nan")
-
-
-@dataclass
-class StepSeed:
-    """Randomness of one bucket's step, the same on all ranks.
-
-    ``key``: of the random numbers. ``order``: a random permutation of the ranks. ``settings``: a hash of the method's
-    options, which must be the same on all ranks.
-    """
-
-    step: int
-    key: int
-    order: list[int]
-    settings: int
-
-    @classmethod
-    def draw(cls, step: Step, bucket: int) -> "StepSeed":
-        key = derive(step.seed, step.number, bucket)
-        return cls(step.number, key, permutation(key, step.ranks), step.settings)
-
-    @property
-    def phase(self) -> int:
-        """The rotation of the blocks that get the slots that do not divide evenly."""
-        return self.key & 0xFFFF
 
 
 @dataclass(frozen=True)
@@ -110,16 +83,3 @@ class Average:
     error: Tensor
     output: Output
     block_means: Tensor | None = None
-
-
-def missing(targets: list[Tensor]) -> list[int]:
-    """The indices of pieces for which no gradient arrived."""
-    return [index for index, target in enumerate(targets) if not target.numel()]
-
-
-def marked(mean: Tensor, spans: Iterable[slice]) -> Tensor:
-    """``mean`` with :data:`NOT_SENT` in these spans. (Not in place: ``mean`` may be in use.)"""
-    for number, span in enumerate(spans):
-        mean = mean.clone() if number == 0 else mean
-        mean[span] = NOT_SENT
-    return mean

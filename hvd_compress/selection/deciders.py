@@ -8,10 +8,13 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from ..engine.agreement import LIMIT, Agreement, disagreement
+from ..engine.agreement import LIMIT, Agreement
 from ..engine.collectives import Request, allgather, allreduce
+from ..engine.comparison import disagreement
+from ..engine.rng import permutation
+from ..engine.work import Step
 from ..reference import Draw
-from .base import Scoring, StepSeed
+from .base import Scoring
 from .idle import Idle
 from .pickers import Picker
 
@@ -30,9 +33,9 @@ class Decider(abc.ABC):
         self.picker, self.idle, self.agreement, self.device = picker, idle, agreement, picker.bucket.device
         self.none = self.own = torch.empty(0, dtype=torch.uint8, device=self.device)
 
-    def begin(self, seed: StepSeed) -> None:
-        self.seed = seed
-        self.picker.begin(seed)
+    def begin(self, step: Step) -> None:
+        self.step = step
+        self.picker.begin(step)
 
     @abc.abstractmethod
     def agree(self, scoring: Scoring, following: tuple[Request, ...]) -> Deciding:
@@ -42,12 +45,12 @@ class Decider(abc.ABC):
     def draw(self, scoring: Scoring) -> Draw:
         """The slots that this rank picks, as arguments of the operators."""
         explore = int(scoring.explore * 2**32)
-        return Draw(self.picker.phase, self.run, self.ranks, self.position, self.seed.key, explore)
+        return Draw(self.picker.phase, self.run, self.ranks, self.position, self.picker.key, explore)
 
     def digest(self) -> int:
         """A 32-bit hash of the values that must be equal on all ranks."""
-        seed = self.seed
-        return zlib.crc32(repr((seed.key, seed.step, seed.settings, self.picker.slots)).encode())
+        picker, step = self.picker, self.step
+        return zlib.crc32(repr((picker.key, step.number, step.settings, picker.slots)).encode())
 
 
 class Shared(Decider):
@@ -76,9 +79,10 @@ class Leaders(Decider):
         self.message = torch.zeros(self.head + count, dtype=picker.dtype, device=self.device)
         self.own = self.message[self.head :]
 
-    def begin(self, seed: StepSeed) -> None:
-        super().begin(seed)
-        self.position = seed.order.index(self.rank)
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        self._order = permutation(self.picker.key, self.ranks)
+        self.position = self._order.index(self.rank)
         # In every step: other ranks may check in steps in which this one does not.
         self.message[: self._digest_length].view(torch.int32).fill_(self.digest() & 0x7FFFFFFF)
 
@@ -87,7 +91,7 @@ class Leaders(Decider):
         gathered = yield allgather(self.message, "indices", following=following)
         by_rank = self.indices_by_rank(gathered, self.ranks).view(self.ranks, -1, self.run)
         # In slot order. Not by an index tensor, whose copy to a GPU would synchronise it.
-        in_order = torch.stack([by_rank[rank] for rank in self.seed.order], dim=1)
+        in_order = torch.stack([by_rank[rank] for rank in self._order], dim=1)
         self.picker.decided(in_order.view(-1)[: self.picker.total])
 
     def complete(self, scoring: Scoring) -> None:

@@ -1,7 +1,5 @@
 """Entries that every rank picks for itself, and sends to all ranks."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,7 @@ from .. import reference
 from ..engine.agreement import Agreement
 from ..engine.bucket import Bucket
 from ..reference import BLOCK
-from .base import Average, Scoring, StepSeed
+from .base import Average, Scoring
 from .deciders import Leaders
 from .idle import Idle
 from .pickers import Picker
@@ -25,9 +23,6 @@ class EachRank(Leaders):
         super().__init__(picker, idle, agreement, run=1, ranks=1, rank=0)
         # Whether indices are sent as one bit for every entry of the bucket, because that is shorter.
         self._as_bitmap = picker.dtype == torch.uint8 and picker.total * 8 > picker.bucket.blocks * BLOCK
-
-    def begin(self, seed: StepSeed) -> None:
-        super().begin(replace(seed, order=[0]))
 
     def encode(self, scoring: Scoring) -> Tensor:
         self.complete(scoring)

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from .. import ops
 from ..engine.bucket import Bucket
+from ..engine.rng import derive
+from ..engine.work import Step
 from ..reference import BLOCK, Draw, flat_positions
-from .base import Average, Scoring, StepSeed
+from .base import NOT_SENT, Average, Scoring
 
 
 class Picker(abc.ABC):
@@ -40,11 +42,22 @@ class Picker(abc.ABC):
         """The slots of a piece."""
         return slice(self._first[index], self._first[index] + self.slots[index])
 
-    def begin(self, seed: StepSeed) -> None:
-        self._seed, self.phase = seed, seed.phase
+    def not_missing(self, mean: Tensor, targets: list[Tensor]) -> Tensor:
+        """``mean`` with :data:`.base.NOT_SENT` for pieces for which no gradient arrived, whose target is empty. (Not in
+        place: ``mean`` may be in use.)"""
+        missing = [self.span(index) for index, target in enumerate(targets) if not target.numel()]
+        mean = mean.clone() if missing else mean
+        for span in missing:
+            mean[span] = NOT_SENT
+        return mean
+
+    def begin(self, step: Step) -> None:
+        #: The key of the step's random numbers, the same on all ranks.
+        self.key = derive(step.seed, step.number, self.bucket.index)
+        self.rotate(self.key & 0xFFFF)
 
     def rotate(self, phase: int) -> None:
-        """Replaces the seed's phase (:attr:`.base.StepSeed.phase`)."""
+        """Sets the rotation of the blocks that get the slots that do not divide evenly."""
         self.phase = phase
 
     def decided(self, indices: Tensor) -> None:
@@ -90,8 +103,8 @@ class Blocks(Picker):
         # Read by the host: on a GPU it would synchronise.
         self.rows = self.table.cpu()
 
-    def begin(self, seed: StepSeed) -> None:
-        super().begin(seed)
+    def begin(self, step: Step) -> None:
+        super().begin(step)
         # The begin of each slot's block in the bucket's flat memory.
         self._base: Tensor | None = None
 
@@ -99,7 +112,7 @@ class Blocks(Picker):
         """Picks ``indices`` by scores that are the same on all ranks: by piece, float32, (entries,), in memory order.
         ``explore``: the share of blocks in which entries are drawn at random, in proportion to the scores."""
         self.indices = torch.zeros(self.total, dtype=torch.uint8, device=self.bucket.device)
-        draw = Draw(self.phase, 1, 1, 0, self._seed.key, int(explore * 2**32))
+        draw = Draw(self.phase, 1, 1, 0, self.key, int(explore * 2**32))
         ops.select(scores, self.table, self.indices, *draw)
 
     def checksum(self) -> Tensor:

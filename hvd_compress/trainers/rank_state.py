@@ -1,14 +1,16 @@
 """The state of one rank in local steps that a trainer's checkpoint, which is rank 0's, does not contain."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map, tree_map_only
 
+from ..checkpoints.dcp import whole
 from ..engine.modes import modes_off
-from ..engine.shards import is_sharded, local, whole
+from ..engine.shards import is_sharded, local
 
 # The key of a tensor that is not on the CPU, or is a shard.
 _MARK = "hvd_compress: tensor"
@@ -62,9 +64,7 @@ def _saved(optimizer: Optimizer) -> Any:
     """An optimizer's state, of any form. Tensors that are not on the CPU, and DTensors, are marked as such."""
     held = _held(optimizer)
 
-    def copied(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def copied(value: Tensor) -> Any:
         like = None
         if is_sharded(value):
             like = next((n for n, p in enumerate(held) if is_sharded(p) and _layout(p) == _layout(value)), None)
@@ -72,21 +72,24 @@ def _saved(optimizer: Optimizer) -> Any:
                 raise ValueError(f"{type(optimizer).__name__} has a state that is not sharded as any of its parameters")
         return _copy(value) if local(value).is_cpu and like is None else {_MARK: _copy(value), "like": like}
 
-    return _mapped(optimizer.state_dict(), copied)
+    return tree_map_only(Tensor, copied, optimizer.state_dict())
 
 
 def _loaded(state: Any, optimizer: Optimizer) -> Any:
     """Returns the ``optimizer.state_dict()`` that :func:`_saved` has saved."""
     held = _held(optimizer)
 
+    def marked(value: Any) -> bool:
+        return isinstance(value, dict) and _MARK in value
+
     def restored(value: Any) -> Any:
-        if not isinstance(value, dict) or _MARK not in value:
+        if not marked(value):
             return value
         like = held[value["like"] or 0]
         tensor = value[_MARK].to(local(like).device)
         return tensor if value["like"] is None else whole(tensor, like)
 
-    return _mapped(state, restored)
+    return tree_map(restored, state, is_leaf=marked)
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:
@@ -95,14 +98,3 @@ def _held(optimizer: Optimizer) -> list[Tensor]:
 
 def _layout(tensor: Any) -> Any:
     return tensor.device_mesh, tensor.placements, tensor.shape
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Applies ``change`` to nested values, and to each part of a value that it returns unchanged."""
-    if (changed := change(value)) is not value:
-        return changed
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(item, change) for item in value)
-    return value

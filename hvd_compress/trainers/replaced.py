@@ -3,12 +3,12 @@
 import torch
 
 from ..carriers import world
-from ..engine.agreement import hash_of
-from ..engine.dense import as_real, average_in_place
+from ..engine.dense import as_real
 from ..engine.engine import Engine
+from ..engine.hashes import hash_of
 from ..engine.modes import modes_off
 from ..engine.shards import local, place_in_mesh
-from ..local.buffers import Buffers
+from ..local.buffers import Buffers, average_in_place
 
 
 @modes_off

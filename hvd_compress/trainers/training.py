@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from ..carriers import one_rank_without_host, world
 from ..checkpoints.convert import reshard
 from ..engine.membership import Membership
-from ..engine.optimizers import unwrapped
 from ..engine.shards import is_sharded
+from ..engine.wrappers import unwrapped
 from ..hosts.ddp import ddp_hook
 from ..hosts.fsdp import register_fsdp_hooks
 from ..hosts.gradient_hook import use_hook

@@ -34,9 +34,9 @@ from experiment.hosts import Host
 from torch import Tensor
 
 from hvd_compress import ops
-from hvd_compress.codecs.codebooks import grid_step
 from hvd_compress.codecs.coded_ring import CodedRing
 from hvd_compress.codecs.floats import RangeFloat
+from hvd_compress.codecs.lanes import grid_step
 from hvd_compress.codecs.packed import Code, Lloyd
 from hvd_compress.codecs.scales import Moments
 from hvd_compress.codecs.wide_lloyd import WideLloyd

@@ -34,7 +34,7 @@ from torch import distributed, nn
 from torchft.coordination import LighthouseServer
 
 import hvd_compress
-from hvd_compress.engine.agreement import hash_of
+from hvd_compress.engine.hashes import hash_of
 from hvd_compress.trainers import CombinedOptimizer
 
 #: Where a peer may die. ``healing``: while it loads the state of another one; ``serving``: while it saves its own for

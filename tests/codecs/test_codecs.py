@@ -9,9 +9,10 @@ from torch import Tensor
 
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.codecs import Channel, Lanes, RangeFloat, codec
-from hvd_compress.codecs.codebooks import DISTRIBUTIONS, codebook, grid_step
+from hvd_compress.codecs.codebooks import DISTRIBUTIONS, codebook
 from hvd_compress.codecs.coded_ring import CodedRing
 from hvd_compress.codecs.floats import Plain
+from hvd_compress.codecs.lanes import grid_step
 from hvd_compress.engine import state
 
 NAMES = ["fp32", "fp16", "lanes2", "lanes4", "lanes16", "lloyd1", "lloyd4", "lloyd8", "range4", "range10", "range16"]

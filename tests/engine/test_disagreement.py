@@ -18,7 +18,7 @@ from hvd_compress.engine.agreement import LIMIT, Agreement, all_equal
 from hvd_compress.engine.bucket import make_buckets
 from hvd_compress.engine.work import Step
 from hvd_compress.schedule import diminishing
-from hvd_compress.selection.base import Scoring, StepSeed
+from hvd_compress.selection.base import Scoring
 from hvd_compress.selection.deciders import Shared
 from hvd_compress.selection.idle import Idle
 from hvd_compress.selection.pickers import Everything
@@ -198,7 +198,7 @@ def test_a_disagreement_is_remembered_until_it_is_checked():
         begun = Step(number, 0, 2, 1.0, 0, 0)
         agreement.begin(begun)
         agreement._looks = number == 2
-        decider.begin(StepSeed.draw(begun, 0))
+        decider.begin(begun)
         exchange = decider.agree(Scoring(), ())
         ours = next(exchange).tensor
         with suppress(StopIteration):

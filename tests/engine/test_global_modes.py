@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvd_compress import IWP, LocalSteps, TopK, reshard
 from hvd_compress.carriers.threads import ThreadWorld
-from hvd_compress.codecs import codebooks
+from hvd_compress.codecs import codebooks, lanes
 from hvd_compress.engine.state import same
 from hvd_compress.papers import predictor
 
@@ -69,7 +69,7 @@ every_combination = pytest.mark.parametrize("modes", COMBINATIONS.values(), ids=
 
 def forget_tables() -> None:
     """What is computed once and kept is computed under the modes."""
-    for cached in (codebooks.codebook, codebooks.codebook_on, codebooks.grid_step, predictor.shipped):
+    for cached in (codebooks.codebook, codebooks.codebook_on, lanes.grid_step, predictor.shipped):
         cached.cache_clear()
 
 

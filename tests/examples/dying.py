@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 import hvd_compress
-from hvd_compress.engine.agreement import hash_of
+from hvd_compress.engine.hashes import hash_of
 
 #: Local steps of the first start, and of the second, after which it dies.
 STEPS = (30, 20)

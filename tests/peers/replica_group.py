@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hvd_compress
-from hvd_compress.engine.agreement import hash_of
+from hvd_compress.engine.hashes import hash_of
 from hvd_compress.engine.shards import local
 
 #: ``exchange``: it kills itself in an exchange. Once, in an exchange: ``stop``: it stands still; ``cut``: its

@@ -8,7 +8,6 @@ from hvd_compress.engine.work import Step
 from hvd_compress.papers.dgc import Sampled
 from hvd_compress.papers.mipd import Halves, entries_of
 from hvd_compress.reference import BLOCK, flat_positions
-from hvd_compress.selection.base import StepSeed
 from hvd_compress.selection.pickers import Blocks
 
 
@@ -16,8 +15,8 @@ def bucket_of(parameter):
     return make_buckets([(0, "w", torch.nn.Parameter(parameter))], 2**20)[0]
 
 
-def seed(step):
-    return StepSeed.draw(Step(step, 0, 1, 1.0, 0, 0), 0)
+def step_of(number):
+    return Step(number, 0, 1, 1.0, 0, 0)
 
 
 @pytest.mark.parametrize("kind", [Blocks, Halves])
@@ -28,7 +27,7 @@ def test_no_slot_is_spent_on_padding(kind, explore):
     bucket = bucket_of(torch.zeros(2, numel // 2))
     picker = kind(bucket, [slots])
     for step in range(4):
-        picker.begin(seed(step))
+        picker.begin(step_of(step))
         weight = bucket.pieces[0].weight()
         score = torch.rand((entries_of(weight, picker.halves[0]) if kind is Halves else weight).numel()) + 0.1
         picker.pick_by([score], explore)
@@ -40,7 +39,7 @@ def test_no_slot_is_spent_on_padding(kind, explore):
 def test_sampling_falls_back_to_sorting_if_its_threshold_is_too_high():
     """All large entries are in the sample."""
     picker = Sampled(bucket_of(torch.zeros(64, 128)), [100])
-    picker.begin(seed(0))
+    picker.begin(step_of(0))
     stride = 8192 // 82
     score = torch.rand(8192)
     score[picker.phase % stride :: stride] += 5.0
@@ -49,5 +48,5 @@ def test_sampling_falls_back_to_sorting_if_its_threshold_is_too_high():
 
 def test_sampling_of_no_entries():
     picker = Sampled(bucket_of(torch.zeros(64, 128)), [1])
-    picker.begin(seed(0))
+    picker.begin(step_of(0))
     assert picker.largest(torch.rand(8192), 0).numel() == 0

@@ -6,7 +6,7 @@ from harness import random_steps, replicas, together
 from models import gradients
 
 from hvd_compress import FFT, IWP
-from hvd_compress.selection.schedule import diminishing, warm_up
+from hvd_compress.schedule import diminishing, warm_up
 
 
 def test_warm_up_divides_the_density_by_four_in_each_stage():

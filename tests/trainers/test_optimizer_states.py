@@ -9,7 +9,7 @@ from optimizers import named_and_adamw, steps, two_named
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
-from hvd_compress.engine.optimizers import unwrapped
+from hvd_compress.engine.wrappers import unwrapped
 from hvd_compress.trainers import CombinedOptimizer, rank_state
 
 
