@@ -7,6 +7,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
+# A run starts some hundred interpreters: where this is set, each would compile the package and its tests again.
+export PYTHONDONTWRITEBYTECODE=
 parts=(parallel faults "trainers examples peers" "methods codecs selection carriers guards engine"
   "checkpoints hosts local operators" "")
 scripts=(emulation experiments "docs/test_figures.py docs/test_pages.py docs/test_site.py docs/test_stated.py"

@@ -15,13 +15,11 @@ _FINE = 2.0**14
 
 
 def mass_and_moment(edges: Tensor, distribution: str) -> tuple[Tensor, Tensor]:
-    """The integrals of the density, and of the value times the density, from 0 to each edge."""
+    """The integrals of the density, and of the value times the density, from each edge >= 0 on."""
     if distribution == "gauss":
-        return torch.erf(edges / math.sqrt(2)) / 2, (1 - torch.exp(-edges * edges / 2)) / math.sqrt(2 * math.pi)
-    s = math.sqrt(0.5)
-    tail = torch.exp(-edges / s)
-    far = torch.where(edges.isinf(), 0.0, (edges.nan_to_num(posinf=0.0) + s) * tail)
-    return (1 - tail) / 2, (s - far) / 2
+        return torch.erfc(edges * math.sqrt(0.5)) / 2, torch.exp(edges * edges * -0.5) / math.sqrt(2 * math.pi)
+    mass = torch.exp(edges * -math.sqrt(2)) / 2
+    return mass, (edges + math.sqrt(0.5)) * mass
 
 
 @lru_cache
@@ -44,11 +42,10 @@ def codebook(bits: int) -> Tensor:
         levels = (
             torch.erfinv(rank) * math.sqrt(2) * wide if distribution == "gauss" else -torch.log1p(-rank) * wide / 2**0.5
         )
+        zero = levels.new_zeros(1)
         for _ in range(4000):
-            middle = (levels[1:] + levels[:-1]) / 2
-            edges = torch.cat([levels.new_zeros(1), middle, levels.new_full((1,), math.inf)])
-            mass, moment = mass_and_moment(edges, distribution)
-            better = moment.diff() / mass.diff()
+            mass, moment = mass_and_moment(torch.cat([zero, (levels[1:] + levels[:-1]) / 2]), distribution)
+            better = moment.diff(append=zero) / mass.diff(append=zero)
             if bool((better - levels).abs().max() < 1e-9):
                 break
             levels = better

@@ -116,7 +116,7 @@ def grid_step(top: int, stochastic: bool) -> Tensor:
     best = []
     for distribution in DISTRIBUTIONS:
         mass, _ = mass_and_moment(torch.cat([x - 0.5 * 16 / 40000, x[-1:] + 0.5 * 16 / 40000]), distribution)
-        weight = mass.diff()
+        weight = -mass.diff()
         steps = [2.0 ** (k / 16) / top for k in range(-32, 65)]
         errors = []
         for step in steps:

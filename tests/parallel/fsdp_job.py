@@ -15,7 +15,7 @@ from job import DEVICE
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import hvd_compress
@@ -196,8 +196,13 @@ class Job:
         return {name: p.to_local().detach().clone() for name, p in self.model.named_parameters()}
 
     def full(self) -> dict[str, Tensor]:
-        """The whole parameters. All ranks call it."""
-        return {name: p.full_tensor().detach() for name, p in self.model.named_parameters()}
+        """The whole parameters. All ranks call it. In one message: ``full_tensor()`` would send one a parameter, and
+        take a quarter of the time of most cases."""
+        assert all(p.placements[-1] == Shard(0) for p in self.model.parameters())
+        mine, group = {name: p.cpu() for name, p in self.weights().items()}, self.mesh.get_group("shard")
+        shards = [mine] * distributed.get_world_size(group)
+        distributed.all_gather_object(shards, mine, group)
+        return {name: torch.cat([shard[name] for shard in shards]).to(DEVICE) for name in mine}
 
     def owed(self) -> dict[str, Tensor]:
         """The means over replicas of whole residuals, and of velocities. All ranks call it."""
