@@ -60,7 +60,7 @@ class EveryEntryWork(Work):
         ops.accumulate(bucket.gradients, starts, bucket.residual, *where, 1.0 / self.step.scale, *self._take_sent())
 
     def _take_sent(self) -> tuple[Any, ...]:
-        """What was sent and is in the residual still, as the operator's last arguments."""
+        """The operator's last arguments: the codes to subtract from the residual, if it has some that were sent."""
         return ()
 
     @cached_property
