@@ -50,9 +50,10 @@ SEED = "torch.manual_seed({} + seed_offset)\n"
 
 def replaced(source: str, old: str, new: str) -> str:
     """The source with other lines. ``ValueError`` if the old ones do not stand there exactly once."""
-    if (count := f"\n{source}".count(f"\n{old}")) != 1:
+    source, count = re.subn(f"^{re.escape(old)}", lambda _: new, source, flags=re.MULTILINE)
+    if count != 1:
         raise ValueError(f"train.py has these lines {count} times, not once:\n{old}")
-    return f"\n{source}".replace(f"\n{old}", f"\n{new}").removeprefix("\n")
+    return source
 
 
 def section(page: str, title: str) -> str:
@@ -65,19 +66,21 @@ def block(text: str, language: str) -> str:
     return str(found)
 
 
-def patched(source: str, diff: str) -> str:
-    """The source after a diff whose parts are divided by " ..."; what has no line of the source comes first."""
+def parts(diff: str) -> list[tuple[str, str]]:
+    """Old and new lines of each part of a diff, which " ..." divides; where no lines are old, new ones come first."""
+    found = []
     for part in re.split(r"^ \.\.\.\n", diff, flags=re.MULTILINE):
         lines = part.splitlines(keepends=True)
         old, new = ("".join(line[1:] for line in lines if line[0] in f" {sign}") for sign in "-+")
-        source = replaced(source, old, new) if old else new + source
-    return source
+        found.append((old, new))
+    return found
 
 
 def changed(source: str, page: str, variant: str, seed: int) -> str:
     """nanoGPT's script as a reader of the page has it, with Muon, and made ready for CPUs."""
     about = section(page, "In a script with DDP: nanoGPT")
-    source = patched(source, block(about, "diff"))
+    for old, new in parts(block(about, "diff")):
+        source = replaced(source, old, new) if old else new + source
     (optimizer,) = re.findall(r"^optimizer = model\.configure_optimizers\(.*\)\n", source, re.MULTILINE)
     source = replaced(source, optimizer, block(about, "python"))
     if variant == "averaged":
