@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE, FILE = ROOT / "docs" / "local_steps.md", ROOT / "docs" / "results" / "nanogpt" / "runs.jsonl"
 RANKS, WINDOWS, STEPS = 4, 12, 2000
 #: How the table calls them.
-VARIANTS = {"dense": "dense", "low_bit": "`low_bit`", "averaged": "AdamW on averaged gradients"}
+VARIANTS = {"dense": "dense", "low_bit": "`low_bit`", "averaged": "the same, `on_averaged_gradients=adamw`"}
 RATES = ("3e-3", "6e-3", "1.2e-2")
 OPTIONS = [
     "config/train_shakespeare_char.py",
@@ -129,7 +129,7 @@ def train(nano: Path, variant: str, rate: str, seed: int, steps: int, timeout: f
         return {
             "variant": variant,
             "ranks": ranks,
-            "learning_rate": float(rate),
+            "learning_rate": rate,
             "seed": seed,
             "steps": steps,
             "val_loss": loss(nano, folder / "ckpt.pt"),
@@ -141,22 +141,26 @@ def train(nano: Path, variant: str, rate: str, seed: int, steps: int, timeout: f
 
 
 def rows(runs: dict[str, Result]) -> list[dict[str, str]]:
-    """Of the table, one a learning rate: means over the seeds, and how much they are over dense of the same seeds."""
-    found: dict[float, dict[str, dict[int, float]]] = {}
-    for run in runs.values():
-        found.setdefault(run["learning_rate"], {}).setdefault(run["variant"], {})[run["seed"]] = run["val_loss"]
-    lines = []
-    for rate, losses in sorted(found.items()):
-        line, dense = {"learning rate": f"{rate:g}"}, losses.get("dense", {})
-        for variant, title in VARIANTS.items():
-            seeds = losses.get(variant, {})
-            both = seeds.keys() & dense.keys() if variant != "dense" else ()
-            about = [f"{sum(seeds[s] for s in both) / sum(dense[s] for s in both) - 1:+.1%}"] if both else []
-            about += [f"{len(seeds)} seeds"] * (len(seeds) > 1)
-            mean = f"{sum(seeds.values()) / len(seeds):.3f}" if seeds else "-"
-            line[title] = f"{mean} ({', '.join(about)})" if about else mean
-        lines.append(line)
-    return lines
+    """Of the table, one a variant: by learning rate, the mean over the seeds, and by how much it is over dense training
+    with these seeds."""
+    found: dict[str, dict[str, dict[int, float]]] = {variant: {} for variant in VARIANTS}
+    for run in sorted(runs.values(), key=lambda run: float(run["learning_rate"])):
+        found[run["variant"]].setdefault(run["learning_rate"], {})[run["seed"]] = run["val_loss"]
+    rates = sorted({rate for losses in found.values() for rate in losses}, key=float)
+
+    def cell(variant: str, rate: str) -> str:
+        seeds, dense = found[variant].get(rate, {}), found["dense"].get(rate, {})
+        if not seeds:
+            return ""
+        about = [f"{len(seeds)} seeds"] * (len(seeds) > 1)
+        if variant != "dense" and seeds.keys() <= dense.keys():
+            about.append(f"{sum(seeds.values()) / sum(dense[seed] for seed in seeds) - 1:+.1%}".replace("%", " %"))
+        return f"{sum(seeds.values()) / len(seeds):.3f}" + (f" ({', '.join(about)})" if about else "")
+
+    return [
+        {"nanoGPT, learning rate": title, **{rate: cell(variant, rate) for rate in rates}}
+        for variant, title in VARIANTS.items()
+    ]
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import nanogpt
 import ranks_apart
 import table
 from experiment.files import script_parser
@@ -31,6 +32,10 @@ Each with the stored runs that it is from, the ring on which they exchanged (not
 of their code, the newest of several commits. Written by `.venv/bin/python scripts/experiments/stated.py --write`.
 
 """
+
+
+#: What runs call their quality.
+QUALITIES = ("test_bits_per_byte", "test_accuracy", "val_loss")
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def quality(experiment: str, *names: str) -> Source:
         runs = figures.read(figures.RESULTS, folder or experiment)
         seeds = [run for key, run in runs.items() if key in (name, *(f"{name}-{seed}" for seed in range(3)))]
         rows += [_row(folder or experiment, run) for run in seeds]
-    found = [row.run.get("test_bits_per_byte", row.run.get("test_accuracy")) for row in rows]
+    found = [next(row.run[key] for key in QUALITIES if key in row.run) for row in rows]
     return Source(
         f"{experiment}: {', '.join(names)}, {len(found)} run{'s' * (len(found) > 1)}",
         sum(found) / len(found),
@@ -124,6 +129,17 @@ def simulated(seeds: Sequence[int] = (0, 1, 2), **setting: Any) -> Source:
 
 def _row(experiment: str, run: Result) -> Row:
     return Row(experiment, run, run["config"]["compression"])
+
+
+def nanogpts() -> Iterator[tuple[str, str, Source]]:
+    """The losses of the table of nanogpt.py, and in their words what stands before and behind them."""
+    for variant, row in zip(nanogpt.VARIANTS, nanogpt.rows(figures.read(figures.RESULTS, "nanogpt")), strict=True):
+        before = "|"
+        for rate, cell in row.items():
+            if cell and before != "|":
+                _, space, rest = cell.partition(" ")
+                yield "results", f"{before} {{}}{space}{rest} |", quality("nanogpt", f"{variant}-{rate}")
+            before += f" {cell} |" if cell else " |"
 
 
 def _key(labels: dict[str, str], label: str) -> str:
@@ -388,6 +404,7 @@ STATED: list[tuple[str, str, Source]] = [
             ("MIPD 0.9843, IWP {} (", "digits", "iwp-32-lanes4"),
         )
     ),
+    *nanogpts(),
 ]  # fmt: skip
 
 

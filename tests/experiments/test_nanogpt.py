@@ -149,10 +149,12 @@ def test_a_diff_with_removed_lines_is_applied():
 
 
 def test_the_table_compares_the_same_seeds():
-    def run(variant, seed, loss, rate=6e-3):
+    def run(variant, seed, loss, rate="6e-3"):
         return {"variant": variant, "seed": seed, "val_loss": loss, "learning_rate": rate}
 
-    runs = [run("dense", 0, 2.0), run("low_bit", 0, 2.2), run("low_bit", 1, 9.0), run("averaged", 0, 1.0, 3e-3)]
-    low, high = nanogpt.rows(dict(enumerate(runs)))
-    assert (low["learning rate"], low["dense"], low["AdamW on averaged gradients"]) == ("0.003", "-", "1.000")
-    assert (high["dense"], high["`low_bit`"]) == ("2.000", "5.600 (+10.0%, 2 seeds)")
+    runs = [run("dense", 0, 2.0), run("dense", 1, 3.0), run("low_bit", 0, 2.2), run("averaged", 0, 1.0, "1.2e-2")]
+    runs += [run("averaged", 0, 2.5), run("averaged", 2, 2.5)]
+    dense, low_bit, averaged = (list(row.items())[1:] for row in nanogpt.rows(dict(enumerate(runs))))
+    assert dense == [("6e-3", "2.500 (2 seeds)"), ("1.2e-2", "")]
+    assert low_bit == [("6e-3", "2.200 (+10.0 %)"), ("1.2e-2", "")]
+    assert averaged == [("6e-3", "2.500 (2 seeds)"), ("1.2e-2", "1.000")]
