@@ -20,7 +20,7 @@ DATA = {
     "race": "CIFAR-10",
     "gpt": "Python's library",
     "digits": "scikit-learn",
-    "nanogpt": "nanoGPT's Shakespeare",
+    "nanogpt": "Shakespeare",
 }
 
 

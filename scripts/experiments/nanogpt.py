@@ -33,7 +33,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE, FILE = ROOT / "docs" / "local_steps.md", ROOT / "docs" / "results" / "nanogpt" / "runs.jsonl"
 RANKS, WINDOWS, STEPS = 4, 12, 2000
 #: How the table calls them.
-VARIANTS = {"dense": "dense", "low_bit": "`low_bit`", "averaged": "the same, `on_averaged_gradients=adamw`"}
+VARIANTS = {
+    "dense": "nanoGPT, dense",
+    "low_bit": "nanoGPT, `low_bit`",
+    "averaged": "nanoGPT, the same, `on_averaged_gradients=adamw`",
+}
 RATES = ("3e-3", "6e-3", "1.2e-2")
 OPTIONS = [
     "config/train_shakespeare_char.py",
@@ -158,8 +162,7 @@ def rows(runs: dict[str, Result]) -> list[dict[str, str]]:
         return f"{sum(seeds.values()) / len(seeds):.3f}" + (f" ({', '.join(about)})" if about else "")
 
     return [
-        {"nanoGPT, learning rate": title, **{rate: cell(variant, rate) for rate in rates}}
-        for variant, title in VARIANTS.items()
+        {"learning rate": title, **{rate: cell(variant, rate) for rate in rates}} for variant, title in VARIANTS.items()
     ]
 
 

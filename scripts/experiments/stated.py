@@ -193,6 +193,7 @@ MEMORY_WITH_MOMENTUM = {
     "TopK": "own largest entries | yes | 2",
 }
 
+NANOGPT = over(quality("nanogpt", "low_bit-6e-3"), quality("nanogpt", "dense-6e-3"))
 ONCE, SIMULATED_DENSE = simulated(averages="once", rate=6e-3), simulated(ranks=1, period=1, bits=0, rate=4.5e-3)
 
 #: Page, words in which {} stands for the figure and … for any other one, source.
@@ -210,6 +211,7 @@ STATED: list[tuple[str, str, Source]] = [
     ("README", "0.8428, dense {}", CIFAR),
     ("README", "| `low_bit` | {} |", fewer("gpt-muon", "quantized@45-6e-3-0")),
     ("README", "mean_bits=2` | {} |", fewer("gpt-muon", "quantized@170-4.5e-3-0")),
+    ("README", "(0.8 M, 4 ranks) lost {} %", NANOGPT),
     ("README", "**Memory** besides weights and gradients: {} bytes", memory("low_bit", "peak")),
     *(
         ("methods", f"{words} | {cells} |", memory(name, key))
@@ -228,6 +230,7 @@ STATED: list[tuple[str, str, Source]] = [
     ),
     ("choosing", "bits per byte {} % above dense Muon", over(RECIPE, RECIPE_DENSE)),
     ("choosing", "above dense Muon, {} % below dense AdamW", below(RECIPE, ADAMW)),
+    ("choosing", "4 real ranks), lost {} %", NANOGPT),
     ("choosing", "accuracy {}, dense 0.885", TUNED),
     ("choosing", "accuracy 0.886, dense {} (ring A) |", TUNED_DENSE),
     ("choosing", "DeMo {} % below dense AdamW", below(DEMO, ADAMW)),
@@ -278,6 +281,7 @@ STATED: list[tuple[str, str, Source]] = [
     ("results", "over dense at its best rate ({})", SIMULATED_DENSE),
     ("results", "{} on 16 ranks at 6e-3", ONCE),
     ("results", "at 6e-3 (+{} %", over(ONCE, SIMULATED_DENSE)),
+    ("local_steps", "nanoGPT lost {} % on 4 ranks", NANOGPT),
     ("local_steps", "on 16 ranks it lost {} %", over(ONCE, SIMULATED_DENSE)),
     ("local_steps", "it lost 1.7 %, `low_bit` {} %", over(simulated(rate=6e-3), SIMULATED_DENSE)),
     ("results", "one seed each, {} at 4.5e-3", simulated([0], averages="once", rate=4.5e-3)),
