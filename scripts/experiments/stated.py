@@ -193,7 +193,9 @@ MEMORY_WITH_MOMENTUM = {
     "TopK": "own largest entries | yes | 2",
 }
 
-NANOGPT = over(quality("nanogpt", "low_bit-6e-3"), quality("nanogpt", "dense-6e-3"))
+NANOGPT, NANOGPT_AVERAGED = (
+    over(quality("nanogpt", f"{variant}-6e-3"), quality("nanogpt", "dense-6e-3")) for variant in ("low_bit", "averaged")
+)
 ONCE, SIMULATED_DENSE = simulated(averages="once", rate=6e-3), simulated(ranks=1, period=1, bits=0, rate=4.5e-3)
 
 #: Page, words in which {} stands for the figure and … for any other one, source.
@@ -231,6 +233,7 @@ STATED: list[tuple[str, str, Source]] = [
     ("choosing", "bits per byte {} % above dense Muon", over(RECIPE, RECIPE_DENSE)),
     ("choosing", "above dense Muon, {} % below dense AdamW", below(RECIPE, ADAMW)),
     ("choosing", "4 real ranks), lost {} %", NANOGPT),
+    ("choosing", "(local_steps.md#from-16-ranks-on) {} % (one seed)", NANOGPT_AVERAGED),
     ("choosing", "accuracy {}, dense 0.885", TUNED),
     ("choosing", "accuracy 0.886, dense {} (ring A) |", TUNED_DENSE),
     ("choosing", "DeMo {} % below dense AdamW", below(DEMO, ADAMW)),
@@ -282,6 +285,8 @@ STATED: list[tuple[str, str, Source]] = [
     ("results", "{} on 16 ranks at 6e-3", ONCE),
     ("results", "at 6e-3 (+{} %", over(ONCE, SIMULATED_DENSE)),
     ("local_steps", "nanoGPT lost {} % on 4 ranks", NANOGPT),
+    ("local_steps", "nanoGPT lost {} % with it", NANOGPT_AVERAGED),
+    ("local_steps", "with it and {} % without", NANOGPT),
     ("local_steps", "on 16 ranks it lost {} %", over(ONCE, SIMULATED_DENSE)),
     ("local_steps", "it lost 1.7 %, `low_bit` {} %", over(simulated(rate=6e-3), SIMULATED_DENSE)),
     ("results", "one seed each, {} at 4.5e-3", simulated([0], averages="once", rate=4.5e-3)),
@@ -303,7 +308,7 @@ STATED: list[tuple[str, str, Source]] = [
             ("1.925 | **{}** (3 seeds) |", "gpt-recipe", "quantized@recipe-1.2e-2"),
             ("**1.878** (3 seeds) | {} |", "gpt-recipe", "quantized@recipe-2.4e-2-0"),
             ("seed 0, `low_bit` has {} and", "gpt-recipe", "quantized@recipe-1.2e-2-0"),
-            ("for many ranks, `low_bit` has {} on", "gpt-recipe", "quantized@averaged-1.2e-2-0"),
+            ("#from-16-ranks-on), `low_bit` has {} on", "gpt-recipe", "quantized@averaged-1.2e-2-0"),
             ("| Muon, dense | 1 | {} (", "gpt-muon", "none@muon-3e-3"),
             ("(`low_bit`)** | 47 | {} (", "gpt-muon", "quantized@45-6e-3"),
             ("averages in 2** | 164 | {} (", "gpt-muon", "quantized@170-4.5e-3"),
