@@ -414,6 +414,8 @@ STATED: list[tuple[str, str, Source]] = [
         )
     ),
     *nanogpts(),
+    ("results", "`low_bit` loses {} % there", NANOGPT),
+    ("results", "twice the rate, {} % over it", over(quality("nanogpt", "low_bit-1.2e-2"), quality("nanogpt", "dense-6e-3"))),
 ]  # fmt: skip
 
 
