@@ -16,6 +16,7 @@
 #   gpt-sizes        the same with 0.07 M and 1 M parameters        gpt-long       the same with 10,000 steps
 #   gpt-recipe       README's program: torch's Muon and AdamW, by recipes.low_bit, and dense
 #   gpt-nodes        DeMo on 4 nodes of 4 ranks
+#   nanogpt          nanoGPT's own train.py on 4 ranks, changed as docs/local_steps.md says (DATA_DIR: a clone of it, data prepared)
 #   gpt-tune         a pretrained GPT tags bytes: AdamW, and methods
 # Steps of ResNet-50's shapes on four hosts, by the rate of their links (root):
 #   exchange-ring    Horovod by Open MPI's ring, IWP and DeMo       exchange-methods   every method at 1 Gbit/s
@@ -30,10 +31,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 experiment=${1:-}
 case $experiment in
-  cifar10* | vit* | race-resnet20 | race-vgg11) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
+  cifar10* | vit* | race-resnet20 | race-vgg11 | nanogpt) data=${2:?DATA_DIR} out=${3:-docs/results/$experiment} ;;
   gradients) data=${2:?DATA_DIR} out=${3:-results/gradients} ;;
   digits* | gpt-* | exchange* | growth | memory) out=${2:-docs/results/$experiment} ;;
-  *) sed -n '2,28s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
+  *) sed -n '2,29s/^# \?//p' scripts/measure.sh >&2; exit 2 ;;
 esac
 bash scripts/setup.sh
 mkdir -p "$out"
@@ -289,6 +290,10 @@ case $experiment in
     tune quantized@4bits 1e-3,3e-3,6e-3 "" "--bits 4 --dense-values fp16"
     tune demo@orthogonal 3e-4,1e-3,3e-3 "" "--density 0.08456 --dense-values fp16 --orthogonal --decay 0.95 --subtract 0.2"
     report "$out"
+    ;;
+  nanogpt)
+    "$python" scripts/experiments/nanogpt.py --train "$data" --results "$out/runs.jsonl"
+    "$python" scripts/experiments/nanogpt.py --results "$out/runs.jsonl"
     ;;
   gpt-ranks)
     for ranks in 8 16; do

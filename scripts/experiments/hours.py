@@ -20,6 +20,7 @@ DATA = {
     "race": "CIFAR-10",
     "gpt": "Python's library",
     "digits": "scikit-learn",
+    "nanogpt": "Shakespeare",
 }
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import nanogpt
 import ranks_apart
 import table
 from experiment.files import script_parser
@@ -31,6 +32,10 @@ Each with the stored runs that it is from, the ring on which they exchanged (not
 of their code, the newest of several commits. Written by `.venv/bin/python scripts/experiments/stated.py --write`.
 
 """
+
+
+#: What runs call their quality.
+QUALITIES = ("test_bits_per_byte", "test_accuracy", "val_loss")
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def quality(experiment: str, *names: str) -> Source:
         runs = figures.read(figures.RESULTS, folder or experiment)
         seeds = [run for key, run in runs.items() if key in (name, *(f"{name}-{seed}" for seed in range(3)))]
         rows += [_row(folder or experiment, run) for run in seeds]
-    found = [row.run.get("test_bits_per_byte", row.run.get("test_accuracy")) for row in rows]
+    found = [next(row.run[key] for key in QUALITIES if key in row.run) for row in rows]
     return Source(
         f"{experiment}: {', '.join(names)}, {len(found)} run{'s' * (len(found) > 1)}",
         sum(found) / len(found),
@@ -126,6 +131,17 @@ def _row(experiment: str, run: Result) -> Row:
     return Row(experiment, run, run["config"]["compression"])
 
 
+def nanogpts() -> Iterator[tuple[str, str, Source]]:
+    """The losses of the table of nanogpt.py, and in their words what stands before and behind them."""
+    for variant, row in zip(nanogpt.VARIANTS, nanogpt.rows(figures.read(figures.RESULTS, "nanogpt")), strict=True):
+        before = "|"
+        for rate, cell in row.items():
+            if cell and before != "|":
+                _, space, rest = cell.partition(" ")
+                yield "results", f"{before} {{}}{space}{rest} |", quality("nanogpt", f"{variant}-{rate}")
+            before += f" {cell} |" if cell else " |"
+
+
 def _key(labels: dict[str, str], label: str) -> str:
     return next(key for key, found in labels.items() if found == label)
 
@@ -177,6 +193,10 @@ MEMORY_WITH_MOMENTUM = {
     "TopK": "own largest entries | yes | 2",
 }
 
+NANOGPT, NANOGPT_TWICE, NANOGPT_AVERAGED = (
+    over(quality("nanogpt", name), quality("nanogpt", "dense-6e-3"))
+    for name in ("low_bit-6e-3", "low_bit-1.2e-2", "averaged-6e-3")
+)
 ONCE, SIMULATED_DENSE = simulated(averages="once", rate=6e-3), simulated(ranks=1, period=1, bits=0, rate=4.5e-3)
 
 #: Page, words in which {} stands for the figure and … for any other one, source.
@@ -194,6 +214,7 @@ STATED: list[tuple[str, str, Source]] = [
     ("README", "0.8428, dense {}", CIFAR),
     ("README", "| `low_bit` | {} |", fewer("gpt-muon", "quantized@45-6e-3-0")),
     ("README", "mean_bits=2` | {} |", fewer("gpt-muon", "quantized@170-4.5e-3-0")),
+    ("README", "(0.8 M, 4 ranks) lost {} %", NANOGPT),
     ("README", "**Memory** besides weights and gradients: {} bytes", memory("low_bit", "peak")),
     *(
         ("methods", f"{words} | {cells} |", memory(name, key))
@@ -212,6 +233,8 @@ STATED: list[tuple[str, str, Source]] = [
     ),
     ("choosing", "bits per byte {} % above dense Muon", over(RECIPE, RECIPE_DENSE)),
     ("choosing", "above dense Muon, {} % below dense AdamW", below(RECIPE, ADAMW)),
+    ("choosing", "4 real ranks), lost {} %", NANOGPT),
+    ("choosing", "(local_steps.md#from-16-ranks-on) {} % (one seed)", NANOGPT_AVERAGED),
     ("choosing", "accuracy {}, dense 0.885", TUNED),
     ("choosing", "accuracy 0.886, dense {} (ring A) |", TUNED_DENSE),
     ("choosing", "DeMo {} % below dense AdamW", below(DEMO, ADAMW)),
@@ -262,6 +285,9 @@ STATED: list[tuple[str, str, Source]] = [
     ("results", "over dense at its best rate ({})", SIMULATED_DENSE),
     ("results", "{} on 16 ranks at 6e-3", ONCE),
     ("results", "at 6e-3 (+{} %", over(ONCE, SIMULATED_DENSE)),
+    ("local_steps", "nanoGPT lost {} % on 4 ranks", NANOGPT),
+    ("local_steps", "nanoGPT lost {} % with it", NANOGPT_AVERAGED),
+    ("local_steps", "with it and {} % without", NANOGPT),
     ("local_steps", "on 16 ranks it lost {} %", over(ONCE, SIMULATED_DENSE)),
     ("local_steps", "it lost 1.7 %, `low_bit` {} %", over(simulated(rate=6e-3), SIMULATED_DENSE)),
     ("results", "one seed each, {} at 4.5e-3", simulated([0], averages="once", rate=4.5e-3)),
@@ -283,7 +309,7 @@ STATED: list[tuple[str, str, Source]] = [
             ("1.925 | **{}** (3 seeds) |", "gpt-recipe", "quantized@recipe-1.2e-2"),
             ("**1.878** (3 seeds) | {} |", "gpt-recipe", "quantized@recipe-2.4e-2-0"),
             ("seed 0, `low_bit` has {} and", "gpt-recipe", "quantized@recipe-1.2e-2-0"),
-            ("for many ranks, `low_bit` has {} on", "gpt-recipe", "quantized@averaged-1.2e-2-0"),
+            ("#from-16-ranks-on), `low_bit` has {} on", "gpt-recipe", "quantized@averaged-1.2e-2-0"),
             ("| Muon, dense | 1 | {} (", "gpt-muon", "none@muon-3e-3"),
             ("(`low_bit`)** | 47 | {} (", "gpt-muon", "quantized@45-6e-3"),
             ("averages in 2** | 164 | {} (", "gpt-muon", "quantized@170-4.5e-3"),
@@ -388,6 +414,9 @@ STATED: list[tuple[str, str, Source]] = [
             ("MIPD 0.9843, IWP {} (", "digits", "iwp-32-lanes4"),
         )
     ),
+    *nanogpts(),
+    ("results", "`low_bit` loses {} % there", NANOGPT),
+    ("results", "twice the rate, {} % over it", NANOGPT_TWICE),
 ]  # fmt: skip
 
 
