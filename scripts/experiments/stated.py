@@ -310,6 +310,8 @@ STATED: list[tuple[str, str, Source]] = [
             ("**1.878** (3 seeds) | {} |", "gpt-recipe", "quantized@recipe-2.4e-2-0"),
             ("seed 0, `low_bit` has {} and", "gpt-recipe", "quantized@recipe-1.2e-2-0"),
             ("#from-16-ranks-on), `low_bit` has {} on", "gpt-recipe", "quantized@averaged-1.2e-2-0"),
+            ("and {} at 2.4e-2, dense's", "gpt-recipe", "quantized@averaged-2.4e-2-0"),
+            ("best rate, where it has {} without", "gpt-recipe", "quantized@recipe-2.4e-2-0"),
             ("| Muon, dense | 1 | {} (", "gpt-muon", "none@muon-3e-3"),
             ("(`low_bit`)** | 47 | {} (", "gpt-muon", "quantized@45-6e-3"),
             ("averages in 2** | 164 | {} (", "gpt-muon", "quantized@170-4.5e-3"),
