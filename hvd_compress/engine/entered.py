@@ -18,6 +18,12 @@ class Entered:
         # What to turn on again, and when it began.
         self._open: list[tuple[Callable[[], object] | None, float]] = []
 
+    @property
+    def again(self) -> bool:
+        """Whether this thread is within it. Waits for others."""
+        with self._lock:
+            return bool(self._open)
+
     def __enter__(self) -> None:
         self._lock.acquire()
         self._open.append((turn_off(), time.perf_counter() - self._exchanges.seconds_waited))

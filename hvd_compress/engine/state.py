@@ -63,7 +63,9 @@ def check(tree: Tree, value: Saved, path: str = "") -> None:
     missing, unknown = (_paths(path, keys) for keys in (tree.keys() - value.keys(), value.keys() - tree.keys()))
     if missing or unknown:
         parts = [missing and f"{missing}: missing from the state", unknown and f"{unknown}: not of this compressor"]
-        raise ValueError("; ".join(filter(None, parts)) + " (is it of another version of hvd_compress?)")
+        raise ValueError(
+            "; ".join(filter(None, parts)) + " (is it of another version of hvd_compress, or of other arguments?)"
+        )
 
 
 def load(tree: Tree, value: Saved) -> None:

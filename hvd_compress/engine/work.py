@@ -98,7 +98,7 @@ class Work(abc.ABC):
     @abc.abstractmethod
     def exchange(self) -> Exchange:
         """The algorithm: a generator that yields collectives (:mod:`hvd_compress.engine.collectives`), is sent their
-        results, and writes the averages to ``bucket.gradients``."""
+        results, and writes the averages to ``bucket.gradients``. What these held is gone: a host may zero them."""
 
     def first_requests(self) -> tuple[Request, ...]:
         """The requests with which the exchange of the step that has begun will begin, if they are known already."""

@@ -221,5 +221,5 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
             optimizer.state[p]["step"] = steps
         for group, before in settings:  # not those that the optimizer has changed itself
             group.update(before)
-        for hooks, users in hooked:
-            hooks.update(users)
+        for hooks, users in hooked:  # not those that somebody has removed or replaced meanwhile
+            hooks.update({key: hook for key, hook in users.items() if hooks.get(key) is _no_hook})

@@ -354,13 +354,16 @@ class Rounds(Clock):
 
     def begin_saving(self) -> None:
         """Completes the messages of an exchange in flight, which is saved. One rank has the average of all."""
+        if self._engine.entered.again or (self._round.waits and not self._settings.delay):
+            raise RuntimeError(
+                "state_dict() was called during step(), where parameters may hold differences: set a flag in a signal "
+                "handler, and save after step()"
+            )
         self._round.refuse_applied_in_part()
         if self._taken and not self._exchanging:
             self._common.take(self._common.ids)
         if not self._round.waits:
             return
-        if not self._settings.delay:
-            raise RuntimeError("state_dict() within step(), in a signal handler? Weights are differences: save later")
         with self._calls.meeting(Row("state_dict()")):
             self._round.arrive()
         if self._peers is not None:

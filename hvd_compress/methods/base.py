@@ -274,9 +274,9 @@ class Compressor(Reporting, Method):
 
     def reset(self) -> None:
         """Drops the step in progress, after a failure; the next gradient begins a new one. Values that were sent in it
-        are added back to the residuals, and compressed gradients become zero; what others add to these later stays.
-        With ``nodes``, gradients that the node had not summed are lost. Waits for an exchange of local steps in flight,
-        unless that has failed."""
+        are added back to the residuals, and compressed gradients become zero; with Horovod, what others add to these
+        later stays. With ``nodes``, gradients that the node had not summed are lost. Waits for an exchange of local
+        steps in flight, unless that has failed."""
         self.engine.clock.reset(wait=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -46,9 +46,9 @@ class EveryEntryWork(Work):
             self.bucket.residual.zero_()  # it holds the gradients of a step that failed
         if not hasattr(self, "_channel"):
             pieces = self.bucket.pieces
-            self._channel = self._new_channel(len(pieces), step.ranks, step.rank, self.bucket.device)
-            self._channel.set_group_sizes([piece.blocks * BLOCK for piece in pieces])
-            self._table = moments_table(self._channel.edges)
+            channel = self._new_channel(len(pieces), step.ranks, step.rank, self.bucket.device)
+            channel.set_group_sizes([piece.blocks * BLOCK for piece in pieces])
+            self._table, self._channel = moments_table(channel.edges), channel
 
     def first_requests(self) -> tuple[Request, ...]:
         return self._channel.first_requests()

@@ -137,7 +137,7 @@ def train(nano: Path, variant: str, rate: str, seed: int, steps: int, timeout: f
             "seed": seed,
             "steps": steps,
             "val_loss": loss(nano, folder / "ckpt.pt"),
-            "wire_ratio": int(ratios[0]) if ratios else 1,
+            "wire_ratio": 1 if ranks == 1 else int(ratios[0]),
             "seconds": seconds,
             "script": hashlib.sha256(source.encode()).hexdigest()[:16],
             "config": config,

@@ -655,20 +655,25 @@ def test_weights_with_the_residual_are_made_without_a_copy_of_it(mode, monkeypat
     assert copied and not any(copied)
 
 
+def _save_within(group):
+    """Makes the workers save a state the next time that their engines wait for an exchange."""
+    for worker in group:
+
+        def interrupted(engine=worker.compression.engine, local=worker.local):
+            del engine.finish
+            local.state_dict()
+            engine.finish()
+
+        worker.compression.engine.finish = interrupted
+    return pytest.raises(RuntimeError, match=r"^state_dict\(\) was called during step\(\).* save after step")
+
+
 @on_both_kinds
 def test_a_state_is_not_saved_within_a_step(unsent):
     """By a signal handler, as Lightning's for SLURM: without a delay the parameters are not weights there."""
     world, group = workers(2, unsent=unsent)
     world.run(lambda i: group[i].train(4))
-    for worker in group:
-
-        def interrupted(worker=worker):
-            del worker.compression.engine.finish
-            worker.local.state_dict()
-            worker.compression.engine.finish()
-
-        worker.compression.engine.finish = interrupted
-    with pytest.raises(RuntimeError, match=r"^state_dict\(\) within step\(\), in a signal handler\?.* save later"):
+    with _save_within(group):
         world.run(lambda i: group[i].train(2, first=4))
     for worker in group:  # one of them may have failed before it came there
         vars(worker.compression.engine).pop("finish", None)
@@ -677,3 +682,12 @@ def test_a_state_is_not_saved_within_a_step(unsent):
     world.run(lambda i: group[i].train(3, first=6))
     assert_nothing_is_lost(group, unsent)
     assert world.run(lambda i: group[i].saved())
+
+
+@on_both_kinds
+def test_a_state_is_not_saved_while_a_step_resumes_an_exchange(unsent):
+    """The state would wait for the exchange that is being resumed."""
+    world, group = workers(2, unsent=unsent, delay=1)
+    world.run(lambda i: group[i].train(4))
+    with _save_within(group):
+        world.run(lambda i: group[i].train(3, first=4))
