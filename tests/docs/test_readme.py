@@ -210,6 +210,7 @@ FRAGMENTS = [
     ("local_steps", "CombinedOptimizer", False),
     ("local_steps", "period=8", False),
     ("local_steps", "on_averaged_gradients", False),
+    ("local_steps", "delay=2", False),
     ("local_steps", "fragments=3", False),
     ("checkpoints", 'f"compression-{rank}.pt")  #', False),
     ("checkpoints", "parts =", True),
