@@ -7,9 +7,10 @@ from torch import Tensor
 
 from hvd_compress import Compressor
 from hvd_compress.carriers.threads import ThreadWorld
-from hvd_compress.engine.agreement import LIMIT, all_equal, disagreement
+from hvd_compress.engine.agreement import LIMIT, all_equal
 from hvd_compress.engine.bucket import Bucket
 from hvd_compress.engine.collectives import allreduce
+from hvd_compress.engine.comparison import disagreement
 from hvd_compress.engine.exchange import Exchange
 from hvd_compress.engine.rng import derive
 from hvd_compress.engine.state import Fixed

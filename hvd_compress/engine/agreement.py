@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .collectives import Request
-from .comparison import disagreement as disagreement
+from .comparison import disagreement
 from .work import Part, Step
 
 #: Numbers to compare must be below this.

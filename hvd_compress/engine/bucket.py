@@ -110,7 +110,7 @@ class Bucket:
         return self._missing < len(self.pieces) and not self._collected
 
     def clear(self, shared: bool = False) -> None:
-        """Prepares for the next step. ``shared``: others may add to gradients before these are averages."""
+        """Prepares for the next step. ``shared``: gradients are the parameters' own: others may add to them."""
         count, self._shared = len(self.pieces), shared
         self.gradients: list[Tensor] = []
         # By piece, the tensor that the host passed in and gets back.
@@ -154,7 +154,7 @@ class Bucket:
                 self._originals[index] = None
 
     def mark_written(self, averages: bool = True) -> None:
-        """Notes that the gradients are ``averages``, or in the state, and not changed since."""
+        """Notes the gradients' versions. If not ``averages``, they are in the state: shared ones become zero."""
         if self._shared and not averages:
             self.zero()
         self._versions = [None if grad is None else grad._version for grad in self._originals]

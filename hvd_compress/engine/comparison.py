@@ -34,7 +34,7 @@ class Unexpected(RuntimeError):
 class _Run:
     """One comparison with the other ranks. Starts without waiting.
 
-    ``digest``: of the configuration that is compared. ``generation``: of the ranks; of other ones, nobody answers.
+    ``digest``: of the configuration that is compared. ``generation``: the set of ranks; in another one nobody answers.
     """
 
     def __init__(self, own: Mapping[str, object], collectives: Collectives, label: str, device: torch.device) -> None:

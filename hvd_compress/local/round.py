@@ -161,7 +161,7 @@ class Round:
 
     @contextmanager
     def applying(self, weights: Sequence[Weight] = ()) -> Iterator[None]:
-        """A context in which averages are applied, which ``weights`` may hold. Not ended by errors or interrupts."""
+        """A context in which averages are applied, which ``weights`` may hold. An error does not end it."""
         self._applying, self._landing = True, weights
         yield
         self._applying = False

@@ -52,7 +52,7 @@ class GatherWork(SparseWork):
         sent = torch.zeros_like(values).masked_fill_(~mean[:1].isfinite(), NOT_SENT)
         sent, error = self._idle.keep(decider.picker, sent, self._unsent(values, channel.quantization_error), values)
         targets = self._basis.targets(bucket.gradients)
-        sent = decider.picker.not_missing(sent, targets)
+        sent = decider.picker.without_missing(sent, targets)
         decider.picker.scatter(bucket.nothing(), self.velocity.memory, Average(sent, error, Output(0.0)))
         self.values.mark_sent()
         self._output().write(bucket, self._idle.silence(mean), targets)

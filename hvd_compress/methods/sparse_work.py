@@ -203,7 +203,7 @@ class SparseWork(Work):
         gradient keeps its residual. (Hosts pass the same parameters on all ranks, so it is missing on all.)"""
         picker, grads = self.decider.picker, self.bucket.gradients
         targets = self._basis.targets(grads)
-        mean = picker.not_missing(mean, targets)
+        mean = picker.without_missing(mean, targets)
         picker.scatter(targets, self.velocity.memory, Average(mean, error, self._output(), self._mean_of_blocks))
         self._basis.leave(targets, grads, self.step.scale)
 

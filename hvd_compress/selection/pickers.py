@@ -42,7 +42,7 @@ class Picker(abc.ABC):
         """The slots of a piece."""
         return slice(self._first[index], self._first[index] + self.slots[index])
 
-    def not_missing(self, mean: Tensor, targets: list[Tensor]) -> Tensor:
+    def without_missing(self, mean: Tensor, targets: list[Tensor]) -> Tensor:
         """``mean`` with :data:`.base.NOT_SENT` for pieces for which no gradient arrived, whose target is empty. (Not in
         place: ``mean`` may be in use.)"""
         missing = [self.span(index) for index, target in enumerate(targets) if not target.numel()]

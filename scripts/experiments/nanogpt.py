@@ -32,7 +32,7 @@ from hvd_compress.cli.processes import exit_on_signals, run_group
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, FILE = ROOT / "docs" / "local_steps.md", ROOT / "docs" / "results" / "nanogpt" / "runs.jsonl"
 RANKS, WINDOWS, STEPS = 4, 12, 2000
-#: How the table calls them.
+#: Their titles in the table.
 VARIANTS = {
     "dense": "nanoGPT, dense",
     "low_bit": "nanoGPT, `low_bit`",
@@ -145,8 +145,8 @@ def train(nano: Path, variant: str, rate: str, seed: int, steps: int, timeout: f
 
 
 def rows(runs: dict[str, Result]) -> list[dict[str, str]]:
-    """Of the table, one a variant: by learning rate, the mean over the seeds, and by how much it is over dense training
-    with these seeds."""
+    """Rows of the table, one a variant: by learning rate, the mean over the seeds, and by how much it is over dense
+    training with these seeds."""
     found: dict[str, dict[str, dict[int, float]]] = {variant: {} for variant in VARIANTS}
     for run in sorted(runs.values(), key=lambda run: float(run["learning_rate"])):
         found[run["variant"]].setdefault(run["learning_rate"], {})[run["seed"]] = run["val_loss"]

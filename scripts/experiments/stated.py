@@ -34,7 +34,7 @@ of their code, the newest of several commits. Written by `.venv/bin/python scrip
 """
 
 
-#: What runs call their quality.
+#: Keys of a run's quality.
 QUALITIES = ("test_bits_per_byte", "test_accuracy", "val_loss")
 
 
@@ -132,7 +132,7 @@ def _row(experiment: str, run: Result) -> Row:
 
 
 def nanogpts() -> Iterator[tuple[str, str, Source]]:
-    """The losses of the table of nanogpt.py, and in their words what stands before and behind them."""
+    """The losses of the table of nanogpt.py, each with the text around it."""
     for variant, row in zip(nanogpt.VARIANTS, nanogpt.rows(figures.read(figures.RESULTS, "nanogpt")), strict=True):
         before = "|"
         for rate, cell in row.items():
