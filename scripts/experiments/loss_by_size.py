@@ -17,6 +17,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,17 +42,17 @@ class Estimates:
     """Seconds of batches, from ten timed steps of one of their kind."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._probes = device, dict[tuple[str, int, int], Probe]()
+        self.device, self._probes = device, dict[tuple[str, int, int], Probe]()
 
     def probe(self, batch: list[Setting]) -> Probe:
         """Shared by batches of as many ranks and runs of a task: what they send takes little of a step."""
         kind = batch[0].task, batch[0].ranks, len(batch)
         if kind not in self._probes:
-            probe = self._probes[kind] = Probe(TASKS[kind[0]].steps, self._device)
+            probe = self._probes[kind] = Probe(TASKS[kind[0]].steps, self.device)
             with suppress(Timed):
-                simulate(batch, self._device, None, probe)
+                simulate(batch, self.device, None, probe)
             tell(f"{kind[0]}, {kind[1]} ranks, {kind[2]} runs: {probe.step:.4f} s a step, ready in {probe.ready:.1f} s")
-            if self._device.type == "cuda":
+            if self.device.type == "cuda":
                 tell(f"  at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
         return self._probes[kind]
 
@@ -65,7 +66,7 @@ def train(args: argparse.Namespace, deadline: float) -> None:
     tell(sources())
     refuse_other_text(args.results, text)
     estimates, runs = Estimates(device), read(args.results)
-    for group in sizes.groups(runs, args.tasks):
+    for group in sizes.groups(runs, args.tasks, together(device)):
         missing = [left for batch in group if (left := [s for s in batch if s not in runs])]
         if not missing:
             continue
@@ -88,6 +89,11 @@ def train(args: argparse.Namespace, deadline: float) -> None:
                 store(args.results, setting, loss, text=text, device=name(device), torch=torch.__version__)
             kept[batch[0]].remove()
             tell(f"{seconds:.0f} s, {[round(loss, 4) for loss in losses]}: {batch[0]}")
+
+
+def together(device: torch.device) -> Sequence[str]:
+    """The sizes whose rates are one batch."""
+    return sizes.SMALL if device.type == "cuda" else ()
 
 
 def refuse_other_text(file: Path, text: str) -> None:
@@ -128,7 +134,7 @@ def main() -> None:
             args.write_list.write_text("\n".join(sources().listing) + "\n")
     elif args.probe:
         estimates = Estimates(torch.device(args.device))
-        for group in sizes.groups({}, args.tasks):
+        for group in sizes.groups({}, args.tasks, together(estimates.device)):
             seconds = sum(map(estimates.seconds, group))
             print(f"{group[0][0].task} at {[s.rate for s in group[0]]}: {seconds:.0f} s", flush=True)
     elif args.train:

@@ -131,6 +131,8 @@ def test_small_sizes_come_first_then_larger_ones_a_rate_at_a_time():
     runs = [setting for batch in batches for setting in batch]
     assert len(set(runs)) == len(runs) == len(SIZES) * 3 * len(sizes.RATES)
     assert all(len(group) == 3 for group in sizes.groups({}))
+    one_by_one = [setting for group in sizes.groups({}, together=()) for (setting,) in group]
+    assert set(one_by_one) == set(runs) and len(one_by_one) == len(runs)
 
 
 def test_a_larger_size_begins_with_the_best_rate_of_a_smaller_one():
@@ -190,7 +192,7 @@ def test_what_does_not_fit_is_skipped_and_what_was_cut_goes_on(called, tmp_path,
 
 def test_a_probe_says_what_all_runs_take(called, tmp_path):
     found = called("--probe", "--tasks", "gpt-0.3m-20", "gpt-10m-20")
-    assert found.out.count(" s\n") == 4 and found.err.count("s a step") == 4 and not (tmp_path / "runs.jsonl").exists()
+    assert found.out.count(" s\n") == 6 and found.err.count("s a step") == 4 and not (tmp_path / "runs.jsonl").exists()
 
 
 def test_runs_of_another_text_are_refused(called, tmp_path):

@@ -11,7 +11,7 @@ RATES = (1e-3, 2e-3, 4e-3)
 #: On four ranks, as docs/choosing.md has them: 47 and 164 times fewer bytes; lengths are restored, as is the default.
 LOW_BIT = Setting(4, restore_length=True)
 FEWER_BITS = replace(LOW_BIT, period=8, bits=1, finer=1)
-#: Their runs of several rates are one batch: with less to compute for each operator, that is nearly free.
+#: On a card their runs of several rates are one batch: with less to compute for each operator, that is nearly free.
 SMALL = ("gpt-0.3m-20", "gpt-1m-20", "gpt-2m-20")
 
 Batch = list[Setting]
@@ -21,16 +21,16 @@ def compared(task: str) -> list[Setting]:
     return [replace(setting, task=task) for setting in (DENSE, LOW_BIT, FEWER_BITS)]
 
 
-def groups(runs: Runs, tasks: Sequence[str] = tuple(SIZES)) -> Iterator[list[Batch]]:
-    """Batches that make an entry of the table together, in order: the small sizes at all rates, then the larger ones
-    at one rate each, then at another. A larger size begins with the best rate of the next smaller one, of ``runs`` at
-    the time."""
+def groups(runs: Runs, tasks: Sequence[str] = tuple(SIZES), together: Sequence[str] = SMALL) -> Iterator[list[Batch]]:
+    """Batches that make an entry of the table together, in order: the sizes ``together`` at all rates, then the other
+    ones at one rate each, then at another. A larger size begins with the best rate of the next smaller one, of ``runs``
+    at the time."""
     for task in SIZES:
-        if task in tasks and task in SMALL:
+        if task in tasks and task in together:
             yield [repeated(setting, RATES, (0,)) for setting in compared(task)]
     for place in range(len(RATES)):
         for task in SIZES:
-            if task in tasks and task not in SMALL:
+            if task in tasks and task not in together:
                 yield [[replace(s, rate=likely(runs, s)[place])] for s in compared(task)]
 
 
