@@ -28,10 +28,15 @@ def groups(runs: Runs, tasks: Sequence[str] = tuple(SIZES), together: Sequence[s
     for task in SIZES:
         if task in tasks and task in together:
             yield [repeated(setting, RATES, (0,)) for setting in compared(task)]
-    for place in range(len(RATES)):
+    done = set[Setting]()
+    for _ in RATES:
         for task in SIZES:
             if task in tasks and task not in together:
-                yield [[replace(s, rate=likely(runs, s)[place])] for s in compared(task)]
+                # What is likely may have changed since the last rate.
+                every = ([replace(s, rate=rate) for rate in likely(runs, s)] for s in compared(task))
+                group = [[next(s for s in batch if s not in done)] for batch in every]
+                done.update(setting for (setting,) in group)
+                yield group
 
 
 def likely(runs: Runs, setting: Setting) -> list[float]:
