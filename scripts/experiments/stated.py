@@ -157,9 +157,10 @@ DEMO = quality("demo-ring", "demo-matrices-1of45-6e-3")
 TUNED, TUNED_DENSE = quality("gpt-tune", "quantized@local-3e-3"), quality("gpt-tune", "none-3e-3")
 CIFAR = quality("cifar10-signs/10", "none-0.3", "cifar10/none")
 CIFAR_DEMO = quality("cifar10-signs/10", "demo@orthogonal-1of64-6e-3")
-FP16 = {rate: of_rows("exchange-pause", rate, "fp16") for rate in ("10gbit", "1gbit", "100mbit")}
+PAUSES = {"10 Gbit/s, 100 ms": "10gbit", "1 Gbit/s, 100 ms": "1gbit", "100 Mbit/s, 350 ms": "100mbit"}
+FP16 = {rate: of_rows("exchange-pause", rate, "fp16") for rate in PAUSES.values()}
 FEW = {rate: of_rows("exchange-pause", rate, "ddp-quantized@few") for rate in FP16}
-DELAY = of_rows("exchange-pause", "100mbit", "ddp-quantized@delay")
+DELAY = {rate: of_rows("exchange-pause", rate, "ddp-quantized@delay") for rate in FP16}
 LATE = {rate: of_rows("exchange-pause", rate, "ddp-quantized@late") for rate in FP16}
 
 #: Methods of exchange-hsdp, and how the page calls them.
@@ -254,26 +255,24 @@ STATED: list[tuple[str, str, Source]] = [
     ("choosing", "decay=0.9)` | 482 | {} % | | |", over(SIXTEEN, DENSE)),
     ("choosing", "was {} times as fast as with fp16 at 10 Gbit/s", times(FP16["10gbit"], FEW["10gbit"])),
     ("choosing", "at 10 Gbit/s, {} at 1 Gbit/s", times(FP16["1gbit"], FEW["1gbit"])),
-    ("choosing", "(ring A) and {} at 100 Mbit/s", times(FP16["100mbit"], FEW["100mbit"])),
-    ("choosing", "(local_steps.md#overlap), {} ([bench", times(FP16["100mbit"], DELAY)),
+    ("choosing", "at 1 Gbit/s and {} at 100 Mbit/s", times(FP16["100mbit"], FEW["100mbit"])),
+    ("choosing", "(local_steps.md#overlap) {},", times(FP16["10gbit"], DELAY["10gbit"])),
+    ("choosing", "(local_steps.md#overlap) 1.3, {} and", times(FP16["1gbit"], DELAY["1gbit"])),
+    ("choosing", "and {} ([benchmarks](benchmarks.md#behind", times(FP16["100mbit"], DELAY["100mbit"])),
     ("choosing", "ended at {} after 194 steps", quality("race-vgg11", "1gbit-iwp-mpi")),
     ("choosing", "194 steps, dense at {}", quality("race-vgg11", "100mbit-none-mpi")),
     *(
-        ("benchmarks", f"| {link} | {{}} |", FP16[rate])
-        for link, rate in (
-            ("10 Gbit/s, 100 ms (ring A)", "10gbit"),
-            ("1 Gbit/s, 100 ms (ring A)", "1gbit"),
-            ("100 Mbit/s, 350 ms", "100mbit"),
+        ("benchmarks", f"| {link} |{before} {{}} ", figure)
+        for link, rate in PAUSES.items()
+        for before, figure in (
+            ("", FP16[rate]),
+            (" … |", FEW[rate]),
+            (" … | … (…) |", LATE[rate]),
+            (" … | … (…) | … (…) |", DELAY[rate]),
+            (" … | … (…) | … (…) | … (…) |", times(FP16[rate], FEW[rate])),
+            (" … | … (…) | … (…) | … (…) | … |", times(FP16[rate], DELAY[rate])),
         )
     ),
-    *(
-        ("benchmarks", f"| {FP16[rate].value:,.0f} | {{}} (", FEW[rate]) for rate in FP16
-    ),
-    *(
-        ("benchmarks", f"| {FP16[rate].value:,.0f} | {FEW[rate].value:,.0f} (…) | {{}} (", LATE[rate])
-        for rate in FP16
-    ),
-    ("benchmarks", f"{LATE['100mbit'].value:,.0f} (…) | {{}} (", DELAY),
     *(
         ("benchmarks", f"| {label} |{' … |' * place} {{}} |", of_rows("exchange-hsdp", rate, method))
         for method, label in HSDP.items()
