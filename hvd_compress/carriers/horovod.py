@@ -20,7 +20,7 @@ class _Registries:
     """The registry of each process set."""
 
     def __init__(self) -> None:
-        self._engines: list[weakref.ref[Any]] = []
+        self._everywhere = weakref.WeakKeyDictionary[Any, int]()
         self._generation: object = None
 
     def of(self, process_set: Any, generation: object) -> Registry:
@@ -28,7 +28,7 @@ class _Registries:
         if generation is not self._generation:
             self._generation = generation
             self._by_set = weakref.WeakKeyDictionary[Any, Registry]()
-        return self._by_set.setdefault(process_set, Registry(self._engines))
+        return self._by_set.setdefault(process_set, Registry(self._everywhere))
 
 
 _registries = _Registries()

@@ -35,10 +35,6 @@ class Piece:
         """This piece's part of a bucket-wide tensor, padding included: a view, (blocks * 256,)."""
         return flat[self.first_block * BLOCK : (self.first_block + self.blocks) * BLOCK]
 
-    def padding(self, flat: Tensor) -> Tensor:
-        """The padding behind this piece's entries in a bucket-wide tensor: a view."""
-        return self.of(flat)[self.numel :]
-
     def of_blocks(self, per_block: Tensor) -> Tensor:
         """This piece's part of a tensor with one entry per block of the bucket: a view."""
         return per_block[self.first_block : self.first_block + self.blocks]
@@ -97,9 +93,9 @@ class Bucket:
         """Describes a bucket-wide tensor in a checkpoint, by piece. ``rules``: the options of
         :class:`~hvd_compress.engine.state.TensorLeaf`."""
         # Codecs without a zero leave errors in the padding, and these are encoded again.
+        parts = {p.name: {"entries": p.shaped(flat), "padding": p.of(flat)[p.numel :]} for p in self.pieces}
         return {
-            p.name: {"entries": TensorLeaf(p.shaped(flat), **rules), "padding": TensorLeaf(p.padding(flat), **rules)}
-            for p in self.pieces
+            name: {key: TensorLeaf(tensor, **rules) for key, tensor in part.items()} for name, part in parts.items()
         }
 
     # The current step.

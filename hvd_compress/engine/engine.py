@@ -138,10 +138,10 @@ class Engine:
         self._open = True
         return step
 
-    def arrive(self, number: int, grad: Tensor) -> Place | DenseGradient:
+    def arrive(self, number: int, grad: Tensor, start: Tensor | None = None) -> Place | DenseGradient:
         """Takes a tensor of parameter ``number`` that is to be averaged, after ``check_gradient()``. Returns its place
         in a bucket, or its payload, if it is not compressed. Raises ``RuntimeError`` for a second one in one exchange.
-        If an exchange fails, resets the clock."""
+        If an exchange fails, resets the clock. ``start``: see :attr:`Work.starts`."""
         place = self.place_of[number]
         if place is None:
             with stage("dense"):
@@ -150,6 +150,8 @@ class Engine:
             sent = dense.payload.nbytes if self.dense.by_host else 0
             self.stats.count_dense(grad.numel(), sent, self._ranks, self.nodes.ranks)
             return dense
+        if start is not None:
+            place.work.starts[place.index] = start
         full = place.work.bucket.arrive(place.index, grad)
         if full or self.exchanges.due():
             try:

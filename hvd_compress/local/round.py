@@ -11,13 +11,13 @@ from torch import Tensor
 from ..engine.comparison import Unexpected
 from ..engine.engine import Engine
 from ..engine.membership import PeerLost
-from ..engine.place import Place, check_gradient
+from ..engine.place import check_gradient
 from ..engine.state import Entry, OptionalTensor, Tree, load
-from ..engine.work import Average, undo
+from ..engine.work import undo
 from ..guards.own_gradients import OwnGradients
 from .averaged_steps import AveragedSteps
 from .calls import AGES, Calls, Different, Row
-from .common_weights import CommonWeights, Weight, scale_residuals
+from .common_weights import Average, CommonWeights, LeavesCodes, Weight, scale_residuals
 from .fragments import Fragment, Turns
 from .lengths import Lengths
 from .peers import Attempt, Peers
@@ -92,7 +92,7 @@ class Round:
         self._progress: dict[str, Tensor] = {}
         self._averages: dict[str, Tensor | Average] = {}
         #: By name, where the compressor has weights that it got with their starts.
-        self._coded: dict[str, Place] = {}
+        self._coded = dict[str, tuple[LeavesCodes, int]]()
         #: The calls that the averages are of; of peers, see :meth:`AveragedSteps.rates`.
         self._age, self._rates = 0, dict[str, Tensor]()
         # The weights of the last fragment that has arrived.
@@ -194,17 +194,16 @@ class Round:
             if self._delay and weight.sums is None:
                 with weight.order:
                     self._before[weight.name] = torch.empty_like(weight.common).copy_(weight.own)
-            if (place := self._subtracts(weight)) is not None:
+            if (coded := self._subtracts(weight)) is not None:
                 progress = self._before.get(weight.name, weight.own)
             else:
                 progress = self._progress[weight.name] = self._common.progress(weight, not self._delay)
                 if self._lengths is not None and weight.sums is None:
                     squares[weight.name] = self._lengths.square(weight, progress)
             check_gradient(weight.name, progress, weight.place)
-            if place is not None:
-                self._progress[weight.name], self._coded[weight.name] = _NOTHING, place
-                place.work.start(place.index, weight.common)
-            engine.arrive(weight.number, progress)
+            if coded is not None:
+                self._progress[weight.name], self._coded[weight.name] = _NOTHING, coded
+            engine.arrive(weight.number, progress, None if coded is None else weight.common)
         count_gradients(engine, fragment, sent.age - 1)  # arrive() has counted one
         if self._peers is not None and self._common.summed:
             rates = self._rates["mean"] = self._averaged.rates(sent.age)
@@ -216,12 +215,10 @@ class Round:
             engine.dense.arrive(None, self._squares, self._squares)
         engine.dense.start(f"local.{fragment.number}")
 
-    def _subtracts(self, weight: Weight) -> Place | None:
-        """The place of a weight if the compressor gets it with its start, not its progress, and leaves averages in
-        codes."""
-        takes = weight.place is not None and weight.sums is None and weight.place.work.takes_starts
-        takes &= self._common.starts_common and self._engine.nodes.inside is None
-        return weight.place if takes and weight.alike else None
+    def _subtracts(self, weight: Weight) -> tuple[LeavesCodes, int] | None:
+        """:attr:`Weight.in_codes` if the compressor gets a weight with its start, not its progress."""
+        takes = weight.sums is None and self._common.starts_common and self._engine.nodes.inside is None
+        return weight.in_codes if takes and weight.alike else None
 
     def arrive(self) -> None:
         """Waits for the averages, and writes them out, for a state."""
@@ -248,8 +245,9 @@ class Round:
                     work.bucket.write_results()
                 received, averages = self._released(sent), dict[str, Tensor | Average]()
                 for weight in weights:
-                    if (place := self._coded.get(weight.name)) is not None:
-                        averages[weight.name] = place.work.average_of(place.index)
+                    if weight.name in self._coded:
+                        bucket, index = self._coded[weight.name]
+                        averages[weight.name] = bucket.average_of(index)
                     else:
                         averages[weight.name] = received[weight.name].to(weight.common.dtype)
                 if self._lengths is not None:
