@@ -138,7 +138,6 @@ class Compressor(Reporting, Method):
         levels = Nodes(everyone) if nodes is False else everyone.in_nodes(nodes)
         #: The ranks that the method's exchange is between: with nodes, one rank of each.
         self.collectives = levels.between
-        self._clock: Clock | None = None
         self._peers = isinstance(everyone, Membership)
         self._common: dict[str, Any] = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
         self.engine = Engine(self, named, levels, seed=seed, start_timeout=start_timeout, **self._common)
@@ -212,10 +211,6 @@ class Compressor(Reporting, Method):
         with self.engine.entered:
             self._clock = clock
         self.engine.comparison.changed()
-
-    @property
-    def has_clock(self) -> bool:
-        return self._clock is not None
 
     @property
     def takes_local_steps(self) -> bool:
