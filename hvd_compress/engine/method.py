@@ -91,10 +91,9 @@ class Method(abc.ABC):
         """Called when the last average, which was complete, is not applied: restores what :meth:`dense_averaged` has
         changed for it."""
 
-    @abc.abstractmethod
     def check_optimizer(self, facts: OptimizerFacts) -> None:
         """Called before each step of an optimizer that applies averages. Raises ``ValueError`` if it does not fit this
-        compressor."""
+        compressor, beside what is checked for all methods."""
 
     def passed(self, tensor: Tensor) -> Tensor:
         """Called with an average that Horovod has computed without this compressor: of an unknown or a sparse
