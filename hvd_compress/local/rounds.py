@@ -198,7 +198,7 @@ class Rounds(Clock):
         chosen = None
         if model is not None:
             check_model(model, [(weight.name, weight.parameter) for weight in self._common.weights])
-            chosen = Buffers(model)
+            chosen = Buffers(model, self._engine)
         if not self._exchanging:
             self._common.take(self._common.ids)
             self._restarted()
@@ -217,14 +217,12 @@ class Rounds(Clock):
             extra = int(self.moved or not (moved_only and self._guards.watches))
             age, number = (sum(self.turns.ages), self.turns.number) if self._optimizers.averaged else (0, 0)
             rows = self._calls.compare(Row(call, age + (self._averaged.digest() << AGES), number, extra))
-            label, device = f"{engine.exchanges.label}.buffers", engine.parameters[0].device
-            levels = [engine.collectives, *engine.method.shard_groups()]
             if chosen is not None:
-                chosen.check_same(levels, label, device)
+                chosen.check_same()
             if any(row.extra for row in rows):
                 self._round.average_weights()
             if chosen is not None:
-                chosen.exchange(levels, label, device, engine.stats.count_request)
+                chosen.exchange()
             engine.stats.end_step()
         self._restarted()
 
