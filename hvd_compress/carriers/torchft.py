@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d as c10d
 from ..engine.collectives import Handle, Nodes, Request, allgather
 from ..engine.membership import NoQuorum, PeerLost
 from ..engine.owner import in_use
-from ..engine.registry import Registry
 from ..engine.state import Saved
+from .plain import PlainCollectives
 from .replica_group import ReplicaGroup
 
 _KEY = "hvd_compress"
@@ -83,7 +83,7 @@ class _Client:
         return quorum
 
 
-class TorchftCollectives:
+class TorchftCollectives(PlainCollectives):
     """The process group of a ``torchft.Manager``. Before the first quorum this rank is alone. Raises ``ValueError`` for
     an asynchronous quorum, and for spare replicas: ranks without a part in an exchange."""
 
@@ -119,23 +119,11 @@ class TorchftCollectives:
     def generation(self) -> object:
         return self._manager  # ranks change in start_quorum() only
 
-    def registry(self) -> Registry:
-        return Registry()  # collectives have no names
-
-    def check_in(self) -> Callable[[], list[int]]:
-        return list
-
     def in_nodes(self, nodes: object) -> Nodes:
         raise ValueError("nodes= does not go with a torchft.Manager: ranks inside a replica group are FSDP2's")
 
     def sums(self, tensor: Tensor) -> bool:
         return not self._is_direct(tensor)
-
-    def may_differ(self, device: torch.device) -> bool:
-        return False
-
-    def realign(self) -> None:
-        pass
 
     def start(self, request: Request, name: str) -> Handle:
         if self._lost is not None:
