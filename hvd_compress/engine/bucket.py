@@ -5,6 +5,7 @@ Each piece starts at a block boundary of the bucket's flat tensors and lies ther
 """
 
 from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -128,14 +129,19 @@ class Bucket:
         self.order.note_input()
         return not self._missing
 
-    def collect(self) -> None:
-        """Puts the gradients that have arrived into ``gradients``, empty ones for the others. (A copy only where the
-        memory order is not the piece's.)"""
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """A context in which the gradients that have arrived go into the state: they are ``gradients``, empty for the
+        others. (A copy only where the memory order is not the piece's.) At its end, shared ones become zero."""
         self.gradients = [
             self._empty if grad is None else in_order_of(local(piece.parameter), grad)
             for piece, grad in zip(self.pieces, self._originals, strict=True)
         ]
         self._versions, self._collected = [None] * len(self.pieces), True
+        yield
+        if self._shared:
+            self.zero()
+        self.mark_written()
 
     def replace_gradients(self, flat: Tensor) -> None:
         """Makes the pieces' entries of a bucket-wide tensor the :attr:`gradients` that have arrived, to which averages
@@ -149,10 +155,8 @@ class Bucket:
             if grad is not None and grad._version != version:
                 self._originals[index] = None
 
-    def mark_written(self, averages: bool = True) -> None:
-        """Notes the gradients' versions. If not ``averages``, they are in the state: shared ones become zero."""
-        if self._shared and not averages:
-            self.zero()
+    def mark_written(self) -> None:
+        """Notes the gradients' versions: what is there belongs to the exchange."""
         self._versions = [None if grad is None else grad._version for grad in self._originals]
 
     def zero(self, but: Container[int] = ()) -> None:

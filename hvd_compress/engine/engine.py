@@ -279,10 +279,8 @@ class Engine:
 def _accumulate(work: Work) -> None:
     """Adds what has arrived to the state."""
     bucket = work.bucket
-    with bucket.order, stage("accumulate"):
-        bucket.collect()
+    with bucket.order, stage("accumulate"), bucket.collected():
         work.accumulate()
-        bucket.mark_written(averages=False)
 
 
 def _whole_exchange(work: Work) -> Exchange:

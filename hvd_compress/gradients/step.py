@@ -133,7 +133,6 @@ class GradientStep(Clock, guards.Host):
 
     @modes_off
     def discard(self) -> None:
-        """See :meth:`hvd_compress.Compressor.discard_step`."""
         with self._engine.entered:
             if self._state is _COLLECTING:
                 raise RuntimeError(
@@ -185,7 +184,6 @@ class GradientStep(Clock, guards.Host):
 
     @property
     def undoable(self) -> bool:
-        """Whether the last average may still be taken back."""
         return self._state is _State.AVERAGED
 
     def options(self) -> dict[str, object]:

@@ -74,7 +74,6 @@ class HorovodHost(GradientStep):
 
     @property
     def alone(self) -> bool:
-        """Whether this process exchanges nothing."""
         return not self._engine.collectives.active
 
     @property
