@@ -107,7 +107,8 @@ class Bucket:
         return self._missing < len(self.pieces) and not self._collected
 
     def clear(self, shared: bool = False) -> None:
-        """Prepares for the next step. ``shared``: gradients are the parameters' own: others may add to them."""
+        """Prepares for the next step. ``shared``: gradients are the parameters' own, each with a version counter:
+        others may add to them."""
         count, self._shared = len(self.pieces), shared
         self.gradients: list[Tensor] = []
         # By piece, the tensor that the host passed in and gets back.
@@ -150,9 +151,9 @@ class Bucket:
         self.gradients = [piece.shaped(flat) if grad.numel() else grad for piece, grad in pairs]
 
     def clear_changed(self) -> None:
-        """Drops the gradients that somebody else has written to since they arrived, or since :meth:`mark_written`."""
+        """Drops the shared gradients that others have written to since they arrived, or since :meth:`mark_written`."""
         for index, (grad, version) in enumerate(zip(self._originals, self._versions, strict=True)):
-            if grad is not None and grad._version != version:
+            if self._shared and grad is not None and grad._version != version:
                 self._originals[index] = None
 
     def mark_written(self) -> None:

@@ -188,16 +188,10 @@ class Engine:
             "only parameters whose gradients are averaged in every step"
         )
 
-    def reset(self, versions: bool = False, overwritten: bool = False) -> None:
+    def reset(self, overwritten: bool = False) -> None:
         """Ends an exchange that failed: what was sent is added back to the residuals. What has arrived stays in the
         residuals, and becomes zero where the caller reads it; with nodes, where it may have been summed already, it is
-        lost.
-
-        Args:
-            versions: whether each tensor that has arrived has a version counter of its own, so that one that somebody
-                else has written to is recognised and left out.
-            overwritten: whether the memory of what has arrived holds something else now.
-        """
+        lost. ``overwritten``: whether the memory of what has arrived holds something else now."""
         self.exchanges.clear()
         self.dense.clear()
         try:
@@ -205,17 +199,16 @@ class Engine:
                 self._open = False
                 undo(self._begun)
                 if not overwritten:
-                    self._keep_arrived(versions)
+                    self._keep_arrived()
         finally:
             for work in self.works:
                 work.bucket.clear()
                 for piece in work.bucket.pieces:
                     piece.let_stand_in(None)
 
-    def _keep_arrived(self, versions: bool) -> None:
-        for work in self.works if versions else ():
-            work.bucket.clear_changed()
+    def _keep_arrived(self) -> None:
         for work in self.works:
+            work.bucket.clear_changed()
             if work.bucket.incomplete and self.nodes.inside is None:
                 try:
                     _accumulate(work)

@@ -67,8 +67,8 @@ class GradientStep(Clock, guards.Host):
     """
 
     comes_first = True
-    #: Whether the host averages uncompressed gradients itself, and whether each gradient has a version counter.
-    _averages_dense, _versions = False, False
+    #: Whether the host averages uncompressed gradients itself, and passes in what is the parameters' own.
+    _averages_dense = False
     detached = False
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
@@ -129,7 +129,7 @@ class GradientStep(Clock, guards.Host):
             self._guards.reset()
             if self._state is _COLLECTING:
                 self._state = _State.IDLE
-            self._engine.reset(self._versions, overwritten)
+            self._engine.reset(overwritten)
 
     @modes_off
     def discard(self) -> None:
