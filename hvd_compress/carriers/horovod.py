@@ -4,7 +4,6 @@ import functools
 import math
 import os
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from ..engine.collectives import Handle, Nodes, Request, allgather
 from ..engine.registry import Registry
 from .nodes import divided, table
+from .plain import PlainCollectives
 from .polling import wait_until
 
 
@@ -20,7 +20,7 @@ class _Registries:
     """The registry of each process set."""
 
     def __init__(self) -> None:
-        self._engines: list[weakref.ref[Any]] = []
+        self._everywhere = weakref.WeakKeyDictionary[Any, int]()
         self._generation: object = None
 
     def of(self, process_set: Any, generation: object) -> Registry:
@@ -28,7 +28,7 @@ class _Registries:
         if generation is not self._generation:
             self._generation = generation
             self._by_set = weakref.WeakKeyDictionary[Any, Registry]()
-        return self._by_set.setdefault(process_set, Registry(self._engines))
+        return self._by_set.setdefault(process_set, Registry(self._everywhere))
 
 
 _registries = _Registries()
@@ -90,7 +90,7 @@ class _HorovodHandle:
         return result.to(self._device)
 
 
-class HorovodCollectives:
+class HorovodCollectives(PlainCollectives):
     """``horovod.torch`` on a process set. Raises what Horovod raises (``HorovodInternalError`` if a rank fails)."""
 
     ordered = False
@@ -129,12 +129,6 @@ class HorovodCollectives:
         """False for int64 on a GPU: Horovod 0.28.1 multiplies what it fuses by 1.0, and bits beyond 53 are lost."""
         return tensor.dtype != torch.int64 or averaging_device(tensor.device).type != "cuda"
 
-    def may_differ(self, device: torch.device) -> bool:
-        return False
-
-    def realign(self) -> None:
-        pass
-
     def start(self, request: Request, name: str) -> Handle:
         hvd, mpi_ops = self._hvd, self._mpi_ops
         tensor = request.tensor.detach().to(averaging_device(request.tensor.device))
@@ -156,10 +150,6 @@ class HorovodCollectives:
             held += map(second_reference, (splits, received))
             number = mpi_ops._alltoall_async(tensor, splits, output, received, name, self._set)
         return _HorovodHandle(hvd, number, held, request.tensor.device)
-
-    def check_in(self) -> Callable[[], list[int]]:
-        """Names no missing ranks: Horovod's own messages do."""
-        return list
 
     def in_nodes(self, nodes: object) -> Nodes:
         """Makes process sets, and new ones after a new ``hvd.init()``. Raises ``ValueError`` in an elastic job, where a

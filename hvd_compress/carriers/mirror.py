@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..engine.collectives import Nodes, Request
-from ..engine.registry import Registry
+from .plain import PlainCollectives
 
 
 class _Done:
@@ -21,7 +21,7 @@ class _Done:
         return self._result
 
 
-class Mirror:
+class Mirror(PlainCollectives):
     """The collectives of rank 0 of ``size`` ranks that all send the same. ``seconds``: time spent on the simulation so
     far, by ``clock``."""
 
@@ -33,24 +33,12 @@ class Mirror:
     def generation(self) -> object:
         return Mirror
 
-    def registry(self) -> Registry:
-        return Registry()
-
-    def check_in(self) -> Callable[[], list[int]]:
-        return list
-
     def in_nodes(self, nodes: object) -> Nodes:
         """Each rank is a node."""
         return Nodes(self)
 
     def sums(self, tensor: torch.Tensor) -> bool:
         return True
-
-    def may_differ(self, device: torch.device) -> bool:
-        return False
-
-    def realign(self) -> None:
-        pass
 
     def start(self, request: Request, name: str) -> _Done:
         begin, given = self.clock(), request.tensor

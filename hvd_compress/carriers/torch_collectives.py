@@ -11,9 +11,9 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..engine.collectives import Handle, Nodes, Request, allgather
-from ..engine.registry import Registry
 from .direct import Direct
 from .nodes import divided, groups
+from .plain import PlainCollectives
 from .polling import wait_until
 
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # renamed in torch 2.13
@@ -68,7 +68,7 @@ class _TorchHandle:
         return self._output
 
 
-class TorchCollectives:
+class TorchCollectives(PlainCollectives):
     """``torch.distributed`` on a process group (default: the whole world)."""
 
     ordered = True
@@ -91,9 +91,6 @@ class TorchCollectives:
 
     def generation(self) -> object:
         return self.group
-
-    def registry(self) -> Registry:
-        return Registry()  # collectives have no names
 
     def sums(self, tensor: Tensor) -> bool:
         return not self.may_differ(tensor.device)

@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d as c10d
 from ..engine.collectives import Handle, Nodes, Request, allgather
 from ..engine.membership import NoQuorum, PeerLost
 from ..engine.owner import in_use
-from ..engine.registry import Registry
 from ..engine.state import Saved
+from .plain import PlainCollectives
 from .replica_group import ReplicaGroup
 
 _KEY = "hvd_compress"
@@ -37,14 +37,18 @@ def is_manager(value: object) -> bool:
 
 
 class _Handle:
-    def __init__(self, works: list[Any], output: Tensor) -> None:
-        self._works, self._output = works, output
+    """``failure``: why the collective has not started."""
+
+    def __init__(self, works: list[Any], output: Tensor, failure: PeerLost | None = None) -> None:
+        self._works, self._output, self._failure = works, output, failure
 
     def done(self) -> bool:
         return False  # the order of collectives must not depend on timing
 
     def result(self, timeout: float = math.inf) -> Tensor:
         """Waits as long as the process group's own timeout."""
+        if self._failure is not None:
+            raise self._failure
         try:
             arrived = [work.wait() for work in self._works]
         except _LOST as error:
@@ -79,20 +83,7 @@ class _Client:
         return quorum
 
 
-class _Failed:
-    """A collective that has not started."""
-
-    def __init__(self, error: PeerLost) -> None:
-        self._error = error
-
-    def done(self) -> bool:
-        return False
-
-    def result(self, timeout: float = math.inf) -> Tensor:
-        raise self._error
-
-
-class TorchftCollectives:
+class TorchftCollectives(PlainCollectives):
     """The process group of a ``torchft.Manager``. Before the first quorum this rank is alone. Raises ``ValueError`` for
     an asynchronous quorum, and for spare replicas: ranks without a part in an exchange."""
 
@@ -128,47 +119,33 @@ class TorchftCollectives:
     def generation(self) -> object:
         return self._manager  # ranks change in start_quorum() only
 
-    def registry(self) -> Registry:
-        return Registry()  # collectives have no names
-
-    def check_in(self) -> Callable[[], list[int]]:
-        return list
-
     def in_nodes(self, nodes: object) -> Nodes:
         raise ValueError("nodes= does not go with a torchft.Manager: ranks inside a replica group are FSDP2's")
 
     def sums(self, tensor: Tensor) -> bool:
         return not self._is_direct(tensor)
 
-    def may_differ(self, device: torch.device) -> bool:
-        return False
-
-    def realign(self) -> None:
-        pass
-
     def start(self, request: Request, name: str) -> Handle:
         if self._lost is not None:
-            return _Failed(self._lost)
+            return _Handle([], request.tensor, self._lost)
         group, tensor = self._group, request.tensor.contiguous()
         self._device = tensor.device
+        output = torch.empty_like(tensor)
+        if gathers := request.verb == "allgather":
+            output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         try:
             if request.verb == "allreduce":
-                output = tensor.clone()
-                works = [group.allreduce([output], c10d.AllreduceOptions())]
-            elif request.verb == "allgather":
-                output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-                if self._is_direct(tensor):
-                    works = self._messages([tensor] * self.size, output)
-                else:
-                    works = [group.allgather_into_tensor_coalesced([output], [tensor], c10d.AllgatherOptions())]
+                works = [group.allreduce([output.copy_(tensor)], c10d.AllreduceOptions())]
+            elif self._is_direct(tensor):
+                parts = [tensor] * self.size if gathers else [*tensor.tensor_split(self.size)]
+                works = self._messages(parts, output)
+            elif gathers:
+                works = [group.allgather_into_tensor_coalesced([output], [tensor], c10d.AllgatherOptions())]
             else:
-                output = torch.empty_like(tensor)
-                if self._is_direct(tensor):
-                    works = self._messages([*tensor.tensor_split(self.size)], output)
-                else:
-                    works = [group.alltoall_base(output, tensor, [], [], c10d.AllToAllOptions())]
+                works = [group.alltoall_base(output, tensor, [], [], c10d.AllToAllOptions())]
         except _LOST as error:
-            return _Failed(PeerLost(f"a collective of torchft's process group did not start: {error}"))
+            lost = PeerLost(f"a collective of torchft's process group did not start: {error}")
+            return _Handle([], output, lost)
         return _Handle(works, output)
 
     def _is_direct(self, tensor: Tensor) -> bool:
@@ -271,18 +248,15 @@ class TorchftCollectives:
         return self._manager._pg
 
     def _should_commit(self, otherwise: str = "rounds_taken_back") -> bool:
+        """Votes. ``otherwise``: the name under which an attempt counts that is not committed."""
         committed = False
         with self._timed("commit_seconds"):
             try:
                 committed = self._replica_group.should_commit()
             finally:
-                self._count(committed, otherwise)
+                self._settled = self._settled and committed
+                self._report["rounds_committed" if committed else otherwise] += 1
         return committed
-
-    def _count(self, committed: bool, otherwise: str = "rounds_taken_back") -> None:
-        """Counts the last attempt as committed, or under the name ``otherwise``."""
-        self._settled = self._settled and committed
-        self._report["rounds_committed" if committed else otherwise] += 1
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

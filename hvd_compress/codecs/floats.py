@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import ops
 from ..engine.arguments import check_integer
+from ..reference.codes import store
 from .packed import Code
 
 # The most steps in which a value beyond a dtype's range is sent.
@@ -49,11 +50,7 @@ class Plain(Code):
 
     def decode(self, codes: Tensor, scale: Tensor, kind: Tensor, edges: Tensor, values: Tensor, add: bool) -> None:
         # A copy, because codes may be unaligned in a message.
-        written = codes.clone().view(self.dtype)
-        if add:
-            values.add_(written)
-        else:
-            values.copy_(written)
+        store(values, codes.clone().view(self.dtype), add)
 
 
 # Bits of fraction with the least relative error on Student-t(3) values (tests/codecs/test_codecs.py).

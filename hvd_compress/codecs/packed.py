@@ -4,12 +4,13 @@ import abc
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, zeros_like
 
 from .. import ops
 from ..engine.arguments import check_integer
+from ..reference.codes import store
 from ..reference.scales import bounded
-from .codebooks import codebook_on
+from .codebooks import codebook, codebook_on
 from .scales import Moments, moments_table
 
 
@@ -53,10 +54,8 @@ class Code(abc.ABC):
             if sender != rank:
                 mine = row[skip:][: self.size(len(to))]
                 self.decode(mine, scale[sender], kind[sender], edges, to, add=sender > 0)
-            elif sender:
-                to.add_(values)
             else:
-                to.copy_(values)
+                store(to, values, add=sender > 0)
         to.mul_(1.0 / len(rows))
         return Moments(to, edges)
 
@@ -90,3 +89,19 @@ class Lloyd(Code):
         book, table = codebook_on(self.bits, to.device), moments_table(edges)
         ops.codebook_mean(rows, values, scale.float(), edges, book, kind, to, table, rank, skip, self.bits)
         return Moments(to, edges, table)
+
+
+@dataclass(frozen=True)
+class WideLloyd(Lloyd):
+    """Codebooks for a Gaussian, for error feedback on all entries, where clipped parts accumulate until they are sent.
+    The scale is ``rms**(1 - p) * (largest magnitude / largest level)**p`` with ``p = 1/2 - 2**-bits``: between the
+    least squared error, p = 0, and no clipping, p = 1."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.bits} bits"
+
+    def fitted(self, moments: Moments) -> tuple[Tensor, Tensor]:
+        power, top = 0.5 - 2.0**-self.bits, float(codebook(self.bits)[0, -1])
+        scale = moments.rms ** (1.0 - power) * (moments.peak * (1.0 / top)) ** power
+        return bounded(scale), zeros_like(moments.kind)

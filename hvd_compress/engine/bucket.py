@@ -5,6 +5,7 @@ Each piece starts at a block boundary of the bucket's flat tensors and lies ther
 """
 
 from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -34,10 +35,6 @@ class Piece:
     def of(self, flat: Tensor) -> Tensor:
         """This piece's part of a bucket-wide tensor, padding included: a view, (blocks * 256,)."""
         return flat[self.first_block * BLOCK : (self.first_block + self.blocks) * BLOCK]
-
-    def padding(self, flat: Tensor) -> Tensor:
-        """The padding behind this piece's entries in a bucket-wide tensor: a view."""
-        return self.of(flat)[self.numel :]
 
     def of_blocks(self, per_block: Tensor) -> Tensor:
         """This piece's part of a tensor with one entry per block of the bucket: a view."""
@@ -97,9 +94,9 @@ class Bucket:
         """Describes a bucket-wide tensor in a checkpoint, by piece. ``rules``: the options of
         :class:`~hvd_compress.engine.state.TensorLeaf`."""
         # Codecs without a zero leave errors in the padding, and these are encoded again.
+        parts = {p.name: {"entries": p.shaped(flat), "padding": p.of(flat)[p.numel :]} for p in self.pieces}
         return {
-            p.name: {"entries": TensorLeaf(p.shaped(flat), **rules), "padding": TensorLeaf(p.padding(flat), **rules)}
-            for p in self.pieces
+            name: {key: TensorLeaf(tensor, **rules) for key, tensor in part.items()} for name, part in parts.items()
         }
 
     # The current step.
@@ -110,7 +107,8 @@ class Bucket:
         return self._missing < len(self.pieces) and not self._collected
 
     def clear(self, shared: bool = False) -> None:
-        """Prepares for the next step. ``shared``: gradients are the parameters' own: others may add to them."""
+        """Prepares for the next step. ``shared``: gradients are the parameters' own, each with a version counter:
+        others may add to them."""
         count, self._shared = len(self.pieces), shared
         self.gradients: list[Tensor] = []
         # By piece, the tensor that the host passed in and gets back.
@@ -132,14 +130,19 @@ class Bucket:
         self.order.note_input()
         return not self._missing
 
-    def collect(self) -> None:
-        """Puts the gradients that have arrived into ``gradients``, empty ones for the others. (A copy only where the
-        memory order is not the piece's.)"""
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """A context in which the gradients that have arrived go into the state: they are ``gradients``, empty for the
+        others. (A copy only where the memory order is not the piece's.) At its end, shared ones become zero."""
         self.gradients = [
             self._empty if grad is None else in_order_of(local(piece.parameter), grad)
             for piece, grad in zip(self.pieces, self._originals, strict=True)
         ]
         self._versions, self._collected = [None] * len(self.pieces), True
+        yield
+        if self._shared:
+            self.zero()
+        self.mark_written()
 
     def replace_gradients(self, flat: Tensor) -> None:
         """Makes the pieces' entries of a bucket-wide tensor the :attr:`gradients` that have arrived, to which averages
@@ -148,15 +151,13 @@ class Bucket:
         self.gradients = [piece.shaped(flat) if grad.numel() else grad for piece, grad in pairs]
 
     def clear_changed(self) -> None:
-        """Drops the gradients that somebody else has written to since they arrived, or since :meth:`mark_written`."""
+        """Drops the shared gradients that others have written to since they arrived, or since :meth:`mark_written`."""
         for index, (grad, version) in enumerate(zip(self._originals, self._versions, strict=True)):
-            if grad is not None and grad._version != version:
+            if self._shared and grad is not None and grad._version != version:
                 self._originals[index] = None
 
-    def mark_written(self, averages: bool = True) -> None:
-        """Notes the gradients' versions. If not ``averages``, they are in the state: shared ones become zero."""
-        if self._shared and not averages:
-            self.zero()
+    def mark_written(self) -> None:
+        """Notes the gradients' versions: what is there belongs to the exchange."""
         self._versions = [None if grad is None else grad._version for grad in self._originals]
 
     def zero(self, but: Container[int] = ()) -> None:

@@ -117,15 +117,11 @@ class Comparison:
             if members.active and members.size > 1:
                 yield other
 
-    def join(self, configuration: Configuration) -> None:
-        """Starts to compare, unless that is in progress. Does not wait."""
+    def join(self, configuration: Configuration) -> _Run:
+        """The comparison in progress, which it starts if there is none. Does not wait."""
         if self._run is None or self._run.generation is not self._collectives.generation():
             self._run = self._start(configuration)
-
-    def advance(self) -> None:
-        """Continues to compare, without waiting."""
-        if self._run is not None:
-            self._run.advance()
+        return self._run
 
     def require(self, configuration: Configuration, others: "Others") -> None:
         """Raises ``RuntimeError``, on every rank, if their configurations differ, or, after the timeout, if a rank does
@@ -135,11 +131,9 @@ class Comparison:
             configuration: returns numbers, strings, None or frozen dataclasses, by name.
             others: returns the other compressors of this process that have still to compare theirs.
         """
-        if self._collectives.size > 1:
-            self._require(configuration, others)
-        self.done = True
-
-    def _require(self, configuration: Configuration, others: "Others") -> None:
+        if self._collectives.size == 1:
+            self.done = True
+            return
         absent = self._collectives.check_in()
         try:
             if self._collectives.ordered:
@@ -154,6 +148,7 @@ class Comparison:
                 raise _absence(missing, f"before this error of the host: {error}") from error
             raise
         run.check()
+        self.done = True
 
     def _start(self, configuration: Configuration) -> _Run:
         return _Run(configuration(), self._collectives, self.label, self._device)
@@ -169,17 +164,15 @@ class Comparison:
             repeated = True
 
     def _wait(self, together: "list[tuple[Comparison, Configuration]]", deadline: float) -> _Run:
-        for comparison, configuration in reversed(together):
-            comparison.join(configuration)
-        assert self._run is not None
-        while not self._run.advance():
+        *others, own = [comparison.join(configuration) for comparison, configuration in reversed(together)]
+        while not own.advance():
             if time.perf_counter() > deadline:
                 raise TimeoutError
-            for comparison, _ in together:
-                comparison.advance()
+            for other in others:
+                other.advance()
             time.sleep(POLL_INTERVAL)
-        ended, self._run = self._run, None
-        return ended
+        self._run = None
+        return own
 
 
 Others = Callable[[], list[tuple[Comparison, Configuration]]]

@@ -138,10 +138,10 @@ class Engine:
         self._open = True
         return step
 
-    def arrive(self, number: int, grad: Tensor) -> Place | DenseGradient:
+    def arrive(self, number: int, grad: Tensor, start: Tensor | None = None) -> Place | DenseGradient:
         """Takes a tensor of parameter ``number`` that is to be averaged, after ``check_gradient()``. Returns its place
         in a bucket, or its payload, if it is not compressed. Raises ``RuntimeError`` for a second one in one exchange.
-        If an exchange fails, resets the clock."""
+        If an exchange fails, resets the clock. ``start``: see :attr:`Work.starts`."""
         place = self.place_of[number]
         if place is None:
             with stage("dense"):
@@ -150,6 +150,8 @@ class Engine:
             sent = dense.payload.nbytes if self.dense.by_host else 0
             self.stats.count_dense(grad.numel(), sent, self._ranks, self.nodes.ranks)
             return dense
+        if start is not None:
+            place.work.starts[place.index] = start
         full = place.work.bucket.arrive(place.index, grad)
         if full or self.exchanges.due():
             try:
@@ -186,16 +188,10 @@ class Engine:
             "only parameters whose gradients are averaged in every step"
         )
 
-    def reset(self, versions: bool = False, overwritten: bool = False) -> None:
+    def reset(self, overwritten: bool = False) -> None:
         """Ends an exchange that failed: what was sent is added back to the residuals. What has arrived stays in the
         residuals, and becomes zero where the caller reads it; with nodes, where it may have been summed already, it is
-        lost.
-
-        Args:
-            versions: whether each tensor that has arrived has a version counter of its own, so that one that somebody
-                else has written to is recognised and left out.
-            overwritten: whether the memory of what has arrived holds something else now.
-        """
+        lost. ``overwritten``: whether the memory of what has arrived holds something else now."""
         self.exchanges.clear()
         self.dense.clear()
         try:
@@ -203,17 +199,16 @@ class Engine:
                 self._open = False
                 undo(self._begun)
                 if not overwritten:
-                    self._keep_arrived(versions)
+                    self._keep_arrived()
         finally:
             for work in self.works:
                 work.bucket.clear()
                 for piece in work.bucket.pieces:
                     piece.let_stand_in(None)
 
-    def _keep_arrived(self, versions: bool) -> None:
-        for work in self.works if versions else ():
-            work.bucket.clear_changed()
+    def _keep_arrived(self) -> None:
         for work in self.works:
+            work.bucket.clear_changed()
             if work.bucket.incomplete and self.nodes.inside is None:
                 try:
                     _accumulate(work)
@@ -277,10 +272,8 @@ class Engine:
 def _accumulate(work: Work) -> None:
     """Adds what has arrived to the state."""
     bucket = work.bucket
-    with bucket.order, stage("accumulate"):
-        bucket.collect()
+    with bucket.order, stage("accumulate"), bucket.collected():
         work.accumulate()
-        bucket.mark_written(averages=False)
 
 
 def _whole_exchange(work: Work) -> Exchange:

@@ -35,11 +35,12 @@ class Method(abc.ABC):
     arguments: object = None
     #: The :class:`~hvd_compress.engine.engine.Engine`, once it is built: the method owns it (:mod:`.owner`).
     engine: Any
+    _clock: Clock | None = None
 
     @property
-    @abc.abstractmethod
     def has_clock(self) -> bool:
         """Whether there is a clock: :attr:`clock` makes one."""
+        return self._clock is not None
 
     @property
     @abc.abstractmethod
@@ -90,10 +91,9 @@ class Method(abc.ABC):
         """Called when the last average, which was complete, is not applied: restores what :meth:`dense_averaged` has
         changed for it."""
 
-    @abc.abstractmethod
     def check_optimizer(self, facts: OptimizerFacts) -> None:
         """Called before each step of an optimizer that applies averages. Raises ``ValueError`` if it does not fit this
-        compressor."""
+        compressor, beside what is checked for all methods."""
 
     def passed(self, tensor: Tensor) -> Tensor:
         """Called with an average that Horovod has computed without this compressor: of an unknown or a sparse

@@ -5,9 +5,9 @@ different orders. So each has a number that is the same on all its ranks, and a 
 continues the exchanges of the others.
 """
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 
 class Registry:
@@ -17,9 +17,9 @@ class Registry:
         everywhere: the compressors of the process that may exchange with any ranks; registries share it.
     """
 
-    def __init__(self, everywhere: list[weakref.ref[Any]] | None = None) -> None:
+    def __init__(self, everywhere: WeakKeyDictionary[Any, int] | None = None) -> None:
         self._count = 0
-        self._everywhere: list[weakref.ref[Any]] = [] if everywhere is None else everywhere
+        self._everywhere = WeakKeyDictionary[Any, int]() if everywhere is None else everywhere
 
     def number(self) -> int:
         """The number of one more compressor."""
@@ -28,13 +28,10 @@ class Registry:
 
     def add(self, method: Any, number: int) -> None:
         """Registers a compressor, which keeps its ``number`` (elastic)."""
-        others = [other for other in self._everywhere if (found := other()) is not None and found is not method]
-        self._everywhere[:] = [*others, weakref.ref(method)]
+        self._everywhere[method] = number
         self._count = max(self._count, number + 1)
 
     def others(self, method: Any) -> Iterator[Any]:
         """The process's other compressors that exist."""
-        for reference in tuple(self._everywhere):
-            other = reference()
-            if other is not None and other is not method:
-                yield other
+        found = (reference() for reference in self._everywhere.keyrefs())
+        return (other for other in found if other is not None and other is not method)

@@ -42,9 +42,8 @@ def two_level_exchange(work: Work, nodes: Nodes) -> Exchange:
     method's exchange, and its result goes to all ranks of the node. In float32; no rank waits before the first
     collective."""
     bucket = work.bucket
-    bucket.collect()
-    flat = _packed(bucket, 1.0 / nodes.ranks)
-    bucket.mark_written(averages=False)
+    with bucket.collected():
+        flat = _packed(bucket, 1.0 / nodes.ranks)
     flat = yield reduce(flat, bucket.owner, to_all=not nodes.everyone.ordered)
     if bucket.owner == nodes.rank:
         bucket.replace_gradients(flat)

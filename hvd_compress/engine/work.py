@@ -4,7 +4,6 @@ import abc
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -61,31 +60,16 @@ class Part:
         return {}
 
 
-class Average(Protocol):
-    """Averages that are not written out: :class:`hvd_compress.codecs.grouped_ring.Coded`."""
-
-    def write(self, values: Tensor) -> Tensor: ...
-
-    def square(self, count: int) -> Tensor: ...
-
-    def times(self, factor: Tensor) -> None: ...
-
-    def move(
-        self, common: Tensor, velocity: Tensor | None, own: Tensor, before: Tensor | None, lr: float, momentum: float
-    ) -> None: ...
-
-
-class Work(abc.ABC):
-    """A bucket, the parts that a method is made of, and its algorithm. The residual is the bucket's."""
+class Work(Part, abc.ABC):
+    """A bucket, the parts that a method is made of, and its algorithm. The residual is the bucket's, and may stay after
+    :meth:`restart`."""
 
     #: The step that began last.
     step: Step
-    #: Whether :meth:`start` may be called.
-    takes_starts = False
 
     def __init__(self, bucket: Bucket, **parts: Part) -> None:
         self.bucket = bucket
-        #: By piece, what is to be subtracted from its gradient in this step: see :meth:`start`.
+        #: By piece, what is to be subtracted from its gradient in this step, float32. The gradient is not written to.
         self.starts = dict[int, Tensor]()
         #: By name, in the order in which they begin; they are undone in reverse order.
         self.parts = parts
@@ -105,50 +89,36 @@ class Work(abc.ABC):
         return ()
 
     def begin(self, step: Step) -> None:
-        """See :meth:`Part.begin`."""
         self.step = step
         self.starts.clear()
         for part in self.parts.values():
             part.begin(step)
 
     def undo(self) -> None:
-        """See :meth:`Part.undo`."""
         for part in reversed(self.parts.values()):
             part.undo()
 
     def commit(self) -> None:
         """Called when the last exchange can no longer be undone, if that is before the next step."""
 
-    def start(self, index: int, start: Tensor) -> None:
-        """Lets ``start`` be subtracted from the gradient of a piece, float32, which will not be written: who passes it
-        in asks for :meth:`average_of`. Called before it arrives."""
-        self.starts[index] = start
-
-    def square_of(self, index: int) -> Tensor:
-        """The sum of squares of a gradient less its start, once all have arrived: float64, ()."""
-        raise NotImplementedError
-
-    def average_of(self, index: int) -> Average:
-        """The average of a gradient with a start, after the exchange and before the next one."""
-        raise NotImplementedError
-
     def restart(self) -> None:
-        """See :meth:`Part.restart`. The residual may stay."""
         for part in self.parts.values():
             part.restart()
 
     def state(self) -> dict[str, Tree]:
-        """See :meth:`Part.state`."""
-        described = {name: part.state() for name, part in self.parts.items()}
-        return {"residual": self.saved(self.bucket.residual), **described}
+        return {"residual": self.saved(self.unsent()), **{name: part.state() for name, part in self.parts.items()}}
 
     def saved(self, residual: Tensor) -> Tree:
         """Describes the residual, or a tensor of the same form, in a checkpoint."""
         return self.bucket.saved(residual, per_rank=True)
 
+    def unsent(self) -> Tensor:
+        """The residual without what was sent: float32, (blocks * 256,). Read only."""
+        return self.bucket.residual
+
     def residual_of(self, piece: Piece) -> Tensor:
         """The residual of a piece, in its shape: float32. Read only."""
-        return piece.shaped(self.bucket.residual)
+        return piece.shaped(self.unsent())
 
     def set_residual(self, piece: Piece, entries: Tensor) -> None:
         """Replaces the residual of a piece. Called between steps."""

@@ -67,8 +67,8 @@ class GradientStep(Clock, guards.Host):
     """
 
     comes_first = True
-    #: Whether the host averages uncompressed gradients itself, and whether each gradient has a version counter.
-    _averages_dense, _versions = False, False
+    #: Whether the host averages uncompressed gradients itself, and passes in what is the parameters' own.
+    _averages_dense = False
     detached = False
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
@@ -129,11 +129,10 @@ class GradientStep(Clock, guards.Host):
             self._guards.reset()
             if self._state is _COLLECTING:
                 self._state = _State.IDLE
-            self._engine.reset(self._versions, overwritten)
+            self._engine.reset(overwritten)
 
     @modes_off
     def discard(self) -> None:
-        """See :meth:`hvd_compress.Compressor.discard_step`."""
         with self._engine.entered:
             if self._state is _COLLECTING:
                 raise RuntimeError(
@@ -185,7 +184,6 @@ class GradientStep(Clock, guards.Host):
 
     @property
     def undoable(self) -> bool:
-        """Whether the last average may still be taken back."""
         return self._state is _State.AVERAGED
 
     def options(self) -> dict[str, object]:

@@ -11,7 +11,7 @@ from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts
 from .averaging import was_given
 from .bypassing_gradients import Arrivals, Stepped
-from .optimizer import check_holds_some
+from .optimizer import check_holds_some, check_optimizer
 from .returned_averages import ReturnedAverages
 from .same_weights import SameWeights
 from .zeroed_averages import ZeroedAverages
@@ -88,7 +88,9 @@ class StepGuards:
             host.check_optimizer(optimizer, partial(self._arrivals.bypassed_by, optimizer))
         ours, unknown = given is True or not host.single, engine.optimizers.unknown(optimizer)
         bypassing = partial(self._arrivals.bypassing, optimizer) if undoable else list
-        engine.method.check_optimizer(OptimizerFacts(optimizer, given, ours, active, unknown, bypassing))
+        facts = OptimizerFacts(optimizer, given, ours, active, unknown, bypassing)
+        engine.method.check_optimizer(facts)
+        check_optimizer(facts, engine.method.traits, engine.warn)
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped, or skipped the step."""

@@ -27,7 +27,7 @@ from torch.optim import Adam
 from ..engine.facts import OptimizerFacts, Traits
 
 
-def check(facts: OptimizerFacts, traits: Traits, warn: Callable[[str], None]) -> None:
+def check_optimizer(facts: OptimizerFacts, traits: Traits, warn: Callable[[str], None]) -> None:
     """Raises ``ValueError`` if the optimizer must not apply averages with these traits, and warns if it trains badly on
     them."""
     if traits.fixed_size:

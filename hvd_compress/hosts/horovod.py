@@ -30,7 +30,7 @@ class HorovodHost(GradientStep):
         "initialises torch.distributed only"
     )
     #: Horovod's optimizer and the one that it wraps count as one.
-    single, _averages_dense, _versions = True, True, True
+    single, _averages_dense = True, True
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         super().__init__(engine, grad_scaler)
@@ -74,7 +74,6 @@ class HorovodHost(GradientStep):
 
     @property
     def alone(self) -> bool:
-        """Whether this process exchanges nothing."""
         return not self._engine.collectives.active
 
     @property

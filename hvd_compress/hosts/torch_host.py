@@ -26,7 +26,6 @@ class TorchHost(GradientStep):
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank, and none can join."""
         members = self._engine.collectives
         return isinstance(members, TorchCollectives) and members.size == 1
 

@@ -1,6 +1,6 @@
 """Makes a model's buffers the same on all ranks when its weights are averaged."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -13,21 +13,26 @@ from ..engine.bucket import strides_of
 from ..engine.collectives import Collectives, Nodes, Request
 from ..engine.comparison import compare_once
 from ..engine.dense import DenseAverages
+from ..engine.engine import Engine
 from ..engine.exchange import Exchanges
 from ..engine.hashes import hash_of
 from ..engine.shards import local
 from ..engine.wire_stats import WireStats
-from .from_rank_0 import Count, from_rank_0
+from .from_rank_0 import from_rank_0
 
 
 class Buffers:
-    """The buffers of ``model``. The running averages of BatchNorm and InstanceNorm are averaged, all others become rank
-    0's, as in DistributedDataParallel.
+    """The buffers of ``model``, for the ranks of an engine, and of its shard groups. The running averages of BatchNorm
+    and InstanceNorm are averaged, all others become rank 0's, as in DistributedDataParallel.
 
     Raises ``ValueError`` for a buffer without values, or a quantized one.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, engine: Engine) -> None:
+        self._engine, levels = engine, [engine.collectives, *engine.method.shard_groups()]
+        #: The ranks, one after the other, by the label of their collectives.
+        self._levels = {f"{engine.exchanges.label}.buffers.{n}": members for n, members in enumerate(levels)}
+        self._device = engine.parameters[0].device
         self._means, self._others = dict[str, Tensor](), dict[str, Tensor]()
         found = dict(model.named_buffers())
         norms = [module for module in model.modules() if isinstance(module, _NormBase)]
@@ -36,33 +41,26 @@ class Buffers:
         for name, buffer in zip(plain_names(list(found)), found.values(), strict=True):
             (self._means if id(buffer) in averages else self._others)[name] = _memory(name, buffer)
 
-    def check_same(self, levels: Sequence[Collectives], label: str, device: torch.device) -> None:
+    def check_same(self) -> None:
         """Raises ``RuntimeError``, on all ranks, if buffers have other shapes on some of them. Waits."""
         layouts = {f"buffer {name}": f"{_layout(tensor)}, averaged" for name, tensor in self._means.items()}
         layouts |= {f"buffer {name}": _layout(tensor) for name, tensor in self._others.items()}
-        for number, collectives in enumerate(levels):
+        for label, collectives in self._levels.items():
             try:
-                compare_once(layouts, collectives, f"{label}.{number}", device)
+                compare_once(layouts, collectives, label, self._device)
             except RuntimeError as error:
                 raise RuntimeError(f"{error}\nWithout the model, finish() leaves buffers each rank's own") from error
 
-    def exchange(self, levels: Sequence[Collectives], label: str, device: torch.device, count: Count) -> None:
-        """Makes them the same on the ranks of each level, one after the other. Waits.
-
-        Args:
-            levels: the ranks of each.
-            label: of the collectives' names.
-            device: of the messages, which all hosts can send.
-            count: called with every request, and the number of ranks.
-        """
+    def exchange(self) -> None:
+        """Makes them the same on all ranks. Waits."""
         strided = [b for b in self._others.values() if b.layout == torch.strided and b.numel()]
-        for number, collectives in enumerate(levels):
+        for label, collectives in self._levels.items():
             # In double precision the mean of equal values is that value.
-            means = [buffer.to(device, torch.float64, copy=True).flatten() for buffer in self._means.values()]
+            means = [buffer.to(self._device, torch.float64, copy=True).flatten() for buffer in self._means.values()]
             for payload in means:
-                count(Request("allreduce", payload, "dense_tensor"), collectives.size)
-            average_in_place(means, collectives, f"{label}.{number}.mean")
-            values = from_rank_0(strided, collectives, f"{label}.{number}.rank0", device, count)
+                self._engine.stats.count_request(Request("allreduce", payload, "dense_tensor"), collectives.size)
+            average_in_place(means, collectives, f"{label}.mean")
+            values = from_rank_0(strided, self._engine, collectives, f"{label}.rank0")
             for buffer, value in zip([*self._means.values(), *strided], [*means, *values], strict=True):
                 with torch.inference_mode(buffer.is_inference()):
                     buffer.copy_(value.view(buffer.shape))

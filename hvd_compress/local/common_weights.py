@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,11 +15,35 @@ from ..engine.hashes import hash_of
 from ..engine.place import Place
 from ..engine.shards import local, wide_zeros
 from ..engine.state import Fixed, TensorLeaf, Tree
-from ..engine.work import Average, Work
+from ..engine.work import Work
 from ..reference import usable
 
 # Relative change of all weights together that is a rounding error: what is smaller is nobody's new weights.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
+
+
+class Average(Protocol):
+    """An average that is not written out: :class:`hvd_compress.codecs.grouped_ring.Coded`."""
+
+    def write(self, values: Tensor) -> Tensor: ...
+
+    def square(self, count: int) -> Tensor: ...
+
+    def times(self, factor: Tensor) -> None: ...
+
+    def move(
+        self, common: Tensor, velocity: Tensor | None, own: Tensor, before: Tensor | None, lr: float, momentum: float
+    ) -> None: ...
+
+
+@runtime_checkable
+class LeavesCodes(Protocol):
+    """A bucket of a compressor that subtracts starts itself, and need not write its averages out:
+    :class:`hvd_compress.methods.coded_work.CodedWork`."""
+
+    def square_of(self, index: int) -> Tensor: ...
+
+    def average_of(self, index: int) -> Average: ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +75,12 @@ class Weight:
         """Whether this rank's weights lie in memory as the common ones, in the same dtype."""
         own, common = self.own, self.common
         return (own.dtype, own.stride()) == (common.dtype, common.stride())
+
+    @property
+    def in_codes(self) -> tuple[LeavesCodes, int] | None:
+        """The bucket and the place in it, if the average may stay in codes."""
+        place = self.place
+        return (place.work, place.index) if place is not None and isinstance(place.work, LeavesCodes) else None
 
     def written(self, average: Tensor | Average) -> Tensor:
         """An average as a tensor like the common weights."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..engine.arguments import check_integer
 from ..engine.engine import Engine
 from ..engine.state import Entry, Tree
 from ..engine.work import Work
@@ -20,19 +21,25 @@ class Fragment:
 
 
 class Turns:
-    """The fragments of the weights, which take turns: each is exchanged once in a period.
+    """Counts the local steps of a training, and the turns of its fragments: each is exchanged once in a period.
 
     Args:
         engine: of the compressor.
         weights: in the order of the parameters.
+        period: local steps between two exchanges of one weight.
         count: of fragments.
+        delay: as of :class:`hvd_compress.LocalSteps`.
 
     Raises:
-        ValueError: too few buckets.
+        TypeError: the period is not an integer.
+        ValueError: the period does not fit the others, or too few buckets.
     """
 
-    def __init__(self, engine: Engine, weights: Sequence[Weight], count: int) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, weights: Sequence[Weight], period: int, count: int, delay: int) -> None:
+        self._engine, self._count, self._delay = engine, count, delay
+        self.change(period)
+        #: Local steps so far.
+        self.number = 0
         units = _units(engine, weights)
         if len(units) < count:
             raise ValueError(
@@ -47,20 +54,31 @@ class Turns:
         # By fragment, the calls before those, of exchanges that were taken back.
         self._taken_back = [0] * count
 
-    def due(self, period: int, calls: int = 0) -> bool:
-        """Whether the next exchange is due, or will be after so many more calls of ``LocalSteps.step()``, if each
-        weight is exchanged once in ``period`` calls."""
-        return min(self.ages) + calls >= period // len(self.fragments)
+    def change(self, period: int) -> None:
+        """Makes the period another one. Raises as the constructor."""
+        calls = check_integer("period", period, 1)
+        if calls % self._count:
+            raise ValueError(f"period must be a multiple of fragments, got {calls} and {self._count}")
+        if self._delay > calls // self._count:
+            raise ValueError(
+                f"delay must lie in 0 to period / fragments = {calls // self._count}, got {self._delay}: the period "
+                f"must be at least fragments * delay = {self._count * self._delay}"
+            )
+        self.period = calls
+
+    def due(self, calls: int = 0) -> bool:
+        """Whether the next exchange is due, or will be after so many more calls of ``LocalSteps.step()``."""
+        return min(self.ages) + calls >= self.period // self._count
 
     @property
     def next(self) -> Fragment:
         """The fragment that is exchanged next."""
-        return self.fragments[self._engine.step % len(self.fragments)]
+        return self.fragments[self._engine.step % self._count]
 
     @property
     def rounds(self) -> int:
         """How many times the fragment whose turn it is was exchanged."""
-        return self._engine.step // len(self.fragments)
+        return self._engine.step // self._count
 
     @property
     def age(self) -> int:
@@ -84,15 +102,20 @@ class Turns:
         counts[fragment.number] += age
 
     def count(self) -> None:
-        """A call of ``LocalSteps.step()``."""
+        """A local step was taken."""
+        self.number += 1
         self.ages[:] = [age + 1 for age in self.ages]
 
     def restart(self) -> None:
         """All weights are the common weights. The turn stays."""
         self.ages[:] = self._taken_back[:] = [0] * len(self.ages)
 
+    def steps(self) -> Tree:
+        """The saved number of local steps."""
+        return Entry(vars(self), "number", int, 0)
+
     def state(self) -> Tree:
-        """The saved state."""
+        """The rest of the saved state."""
         return {str(number): Entry(self.ages, number, int, low=0) for number in range(len(self.ages))}
 
     def _fragment(self, number: int, units: Sequence[Sequence[Weight]]) -> Fragment:

@@ -1,7 +1,7 @@
 """Copies to all ranks of what rank 0 has: buffers, and the states of optimizers when local steps end."""
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,32 +13,28 @@ from ..engine.collectives import Collectives, Request, allgather
 from ..engine.engine import Engine
 from ..engine.wrappers import inside
 
-Count = Callable[[Request, int], None]
-
 # Bytes of a message, unless one tensor has more.
 _MESSAGE = 2**26
 # Python's numbers that are sent, and the dtype of each.
 _DTYPES = {int: torch.int64, float: torch.float64}
 
 
-def from_rank_0(
-    tensors: Sequence[Tensor], collectives: Collectives, label: str, device: torch.device, count: Count
-) -> Iterator[Tensor]:
+def from_rank_0(tensors: Sequence[Tensor], engine: Engine, collectives: Collectives, label: str) -> Iterator[Tensor]:
     """Yields rank 0's value of each tensor. Shapes and dtypes must be the same on all ranks. Waits.
 
     Args:
+        engine: counts the bytes.
+        collectives: the ranks.
         label: of the collectives' names.
-        device: of the messages, which all hosts can send.
-        count: called with every request, and the number of ranks.
     """
-    first = 0
+    first, device = 0, engine.parameters[0].device  # all hosts can send what is there
     while first < len(tensors):
         last, size = first + 1, tensors[first].nbytes
         while last < len(tensors) and size + tensors[last].nbytes <= _MESSAGE:
             last, size = last + 1, size + tensors[last].nbytes
         group, first = tensors[first:last], last
         request = Request("broadcast", torch.cat([_bytes(tensor, device) for tensor in group]), "dense_tensor")
-        count(request, collectives.size)
+        engine.stats.count_request(request, collectives.size)
         sent = collectives.start(request, label).result()
         for tensor, part in zip(group, torch.split(sent, [tensor.nbytes for tensor in group]), strict=True):
             yield part.clone().view(tensor.dtype).view(tensor.shape)
@@ -65,9 +61,8 @@ def share_states(optimizers: Sequence[Optimizer], engine: Engine) -> None:
     places = [*states, *settings]
     same = _same_forms([zlib.crc32(repr([n.form for n in place]).encode()) for place in places], engine)
     shared = [nested for place, is_same in zip(places, same, strict=True) if is_same for nested in place]
-    label, device = f"{engine.exchanges.label}.optimizers", engine.parameters[0].device
     tensors = [tensor for nested in shared for tensor in nested.tensors]
-    values = from_rank_0(tensors, engine.collectives, label, device, engine.stats.count_request)
+    values = from_rank_0(tensors, engine, engine.collectives, f"{engine.exchanges.label}.optimizers")
     for nested in shared:
         nested.fill(values)
     for p, place, is_same in zip(engine.parameters, states, same[: len(states)], strict=True):

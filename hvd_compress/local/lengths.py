@@ -10,8 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..engine.collectives import allgather
 from ..engine.engine import Engine
-from ..engine.work import Average
-from .common_weights import Weight
+from .common_weights import Average, Weight
 
 
 class Lengths:
@@ -35,8 +34,9 @@ class Lengths:
         the weight and its start."""
         with weight.order:
             if tensor is None:
-                assert weight.place is not None
-                found = weight.place.work.square_of(weight.place.index)
+                assert weight.in_codes is not None
+                work, index = weight.in_codes
+                found = work.square_of(index)
             else:
                 found = sum_of_squares(tensor) if isinstance(tensor, Tensor) else tensor.square(weight.common.numel())
             return found.to(self._device)

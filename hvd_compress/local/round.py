@@ -11,13 +11,14 @@ from torch import Tensor
 from ..engine.comparison import Unexpected
 from ..engine.engine import Engine
 from ..engine.membership import PeerLost
-from ..engine.place import Place, check_gradient
+from ..engine.place import check_gradient
 from ..engine.state import Entry, OptionalTensor, Tree, load
-from ..engine.work import Average, undo
+from ..engine.work import undo
 from ..guards.own_gradients import OwnGradients
 from .averaged_steps import AveragedSteps
+from .buffers import average_in_place
 from .calls import AGES, Calls, Different, Row
-from .common_weights import CommonWeights, Weight, scale_residuals
+from .common_weights import Average, CommonWeights, LeavesCodes, Weight, scale_residuals
 from .fragments import Fragment, Turns
 from .lengths import Lengths
 from .peers import Attempt, Peers
@@ -92,7 +93,7 @@ class Round:
         self._progress: dict[str, Tensor] = {}
         self._averages: dict[str, Tensor | Average] = {}
         #: By name, where the compressor has weights that it got with their starts.
-        self._coded: dict[str, Place] = {}
+        self._coded = dict[str, tuple[LeavesCodes, int]]()
         #: The calls that the averages are of; of peers, see :meth:`AveragedSteps.rates`.
         self._age, self._rates = 0, dict[str, Tensor]()
         # The weights of the last fragment that has arrived.
@@ -160,7 +161,7 @@ class Round:
         return False
 
     @contextmanager
-    def applying(self, weights: Sequence[Weight] = ()) -> Iterator[None]:
+    def _applies(self, weights: Sequence[Weight] = ()) -> Iterator[None]:
         """A context in which averages are applied, which ``weights`` may hold. An error does not end it."""
         self._applying, self._landing = True, weights
         yield
@@ -183,6 +184,25 @@ class Round:
         self._receive()
         self.land()
 
+    def average_weights(self) -> None:
+        """Averages all weights in full precision, in place of a round: at the end, and before a test. They become the
+        common weights; those with sums move by the averages of these, unless they are of no call so far."""
+        engine, weights, turns = self._engine, self._common.weights, self._turns
+        whole = [(w.own if w.sums is None else w.sums).to(w.common.dtype, copy=True) for w in weights]
+        for tensor in whole:
+            engine.stats.count_dense(0, tensor.nbytes, engine.collectives.size, engine.nodes.ranks)
+        for fragment, age in zip(turns.fragments, turns.ages, strict=True):
+            self._count_gradients(fragment, age)
+        average_in_place(whole, engine.collectives, f"{engine.exchanges.label}.finish")
+        averages = {weight.name: mean for weight, mean in zip(weights, whole, strict=True)}
+        with self._applies():
+            self._common.replace(whole)
+            for fragment, age in zip(turns.fragments, turns.ages, strict=True):
+                summed = {weight.name: weight.sums for weight in fragment.weights if weight.sums is not None and age}
+                self._averaged.step({name: averages[name] for name in summed}, age)
+                for sums in summed.values():
+                    sums.zero_()
+
     # The road of a fragment.
 
     def _send(self, sent: _Sent) -> None:
@@ -194,18 +214,17 @@ class Round:
             if self._delay and weight.sums is None:
                 with weight.order:
                     self._before[weight.name] = torch.empty_like(weight.common).copy_(weight.own)
-            if (place := self._subtracts(weight)) is not None:
+            if (coded := self._subtracts(weight)) is not None:
                 progress = self._before.get(weight.name, weight.own)
             else:
                 progress = self._progress[weight.name] = self._common.progress(weight, not self._delay)
                 if self._lengths is not None and weight.sums is None:
                     squares[weight.name] = self._lengths.square(weight, progress)
             check_gradient(weight.name, progress, weight.place)
-            if place is not None:
-                self._progress[weight.name], self._coded[weight.name] = _NOTHING, place
-                place.work.start(place.index, weight.common)
-            engine.arrive(weight.number, progress)
-        count_gradients(engine, fragment, sent.age - 1)  # arrive() has counted one
+            if coded is not None:
+                self._progress[weight.name], self._coded[weight.name] = _NOTHING, coded
+            engine.arrive(weight.number, progress, None if coded is None else weight.common)
+        self._count_gradients(fragment, sent.age - 1)  # arrive() has counted one
         if self._peers is not None and self._common.summed:
             rates = self._rates["mean"] = self._averaged.rates(sent.age)
             engine.dense.arrive(None, rates, rates)
@@ -216,12 +235,18 @@ class Round:
             engine.dense.arrive(None, self._squares, self._squares)
         engine.dense.start(f"local.{fragment.number}")
 
-    def _subtracts(self, weight: Weight) -> Place | None:
-        """The place of a weight if the compressor gets it with its start, not its progress, and leaves averages in
-        codes."""
-        takes = weight.place is not None and weight.sums is None and weight.place.work.takes_starts
-        takes &= self._common.starts_common and self._engine.nodes.inside is None
-        return weight.place if takes and weight.alike else None
+    def _count_gradients(self, fragment: Fragment, steps: int) -> None:
+        """Counts a dense exchange of the gradients of so many steps. In nodes, this rank's share of it."""
+        engine, nodes = self._engine, self._engine.nodes
+        for weight in fragment.weights:
+            owner = None if weight.place is None else weight.place.work.bucket.owner
+            share = 1.0 / nodes.ranks if owner is None else float(owner == nodes.rank)
+            engine.stats.count_gradient(steps * weight.own.numel(), engine.collectives.size, share)
+
+    def _subtracts(self, weight: Weight) -> tuple[LeavesCodes, int] | None:
+        """:attr:`Weight.in_codes` if the compressor gets a weight with its start, not its progress."""
+        takes = weight.sums is None and self._common.starts_common and self._engine.nodes.inside is None
+        return weight.in_codes if takes and weight.alike else None
 
     def arrive(self) -> None:
         """Waits for the averages, and writes them out, for a state."""
@@ -240,7 +265,7 @@ class Round:
             if self._peers is not None and not self._commit(self._peers, sent):
                 return
             weights = sent.fragment.weights
-            with self.applying(weights):
+            with self._applies(weights):
                 self._sent, self._age = None, sent.age
                 squares, self._squares = self._squares, None
                 self._engine.dense.write(self._engine.method)
@@ -248,8 +273,9 @@ class Round:
                     work.bucket.write_results()
                 received, averages = self._released(sent), dict[str, Tensor | Average]()
                 for weight in weights:
-                    if (place := self._coded.get(weight.name)) is not None:
-                        averages[weight.name] = place.work.average_of(place.index)
+                    if weight.name in self._coded:
+                        bucket, index = self._coded[weight.name]
+                        averages[weight.name] = bucket.average_of(index)
                     else:
                         averages[weight.name] = received[weight.name].to(weight.common.dtype)
                 if self._lengths is not None:
@@ -261,7 +287,7 @@ class Round:
         self._left = 0
         if not self._averages:
             return
-        with self._taken_back_on_failure(), self.applying(self._landing):
+        with self._taken_back_on_failure(), self._applies(self._landing):
             averages, self._averages = self._averages, {}
             weights = [weight for weight in self._common.weights if weight.name in averages]
             left = self._common.move([w for w in weights if w.sums is None], averages, self._before)
@@ -408,12 +434,3 @@ class Round:
                 if self._peers is None or not isinstance(error, PeerLost | Unexpected):
                     raise
                 self._peers.fail(error)
-
-
-def count_gradients(engine: Engine, fragment: Fragment, steps: int) -> None:
-    """Counts a dense exchange of the gradients of so many steps. In nodes, this rank's share of it."""
-    nodes = engine.nodes
-    for weight in fragment.weights:
-        owner = None if weight.place is None else weight.place.work.bucket.owner
-        share = 1.0 / nodes.ranks if owner is None else float(owner == nodes.rank)
-        engine.stats.count_gradient(steps * weight.own.numel(), engine.collectives.size, share)

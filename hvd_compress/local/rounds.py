@@ -42,9 +42,7 @@ from .holders import Holders
 from .lengths import Lengths
 from .optimizers import Given, LocalOptimizers
 from .peers import Peers
-from .period import Schedule
 from .round import Round
-from .whole_average import average_weights
 
 # Seconds between two attempts to join.
 _PAUSE = 0.5
@@ -96,8 +94,7 @@ class Rounds(Clock):
         check_parameters(self._optimizers.all, self._common.ids)
         weights = self._common.weights
         self._averaged = AveragedSteps(self._optimizers.averaged, weights, engine)
-        self.schedule = Schedule(period, settings.fragments, settings.delay)
-        self._turns = Turns(engine, weights, settings.fragments)
+        self.turns = Turns(engine, weights, period, settings.fragments, settings.delay)
         # The mean of all weights keeps what was replaced on all ranks, and nothing else is added.
         rounded = bool(engine.works) or "fp16" in engine.method.options().values()
         exact = settings.plain and not (settings.restore_length or settings.delay or rounded or summed)
@@ -108,12 +105,12 @@ class Rounds(Clock):
         if isinstance(members, Membership):
             if summed and members.group_size > 1:
                 raise ValueError("on_averaged_gradients does not go with torchft replica groups of several ranks")
-            self._peers = Peers(engine, members, self._common, self._optimizers.averaged, self.schedule.state())
+            self._peers = Peers(engine, members, self._common, self._optimizers.averaged, self.turns.steps())
         self._round = Round(
             engine,
             self._common,
             self._averaged,
-            self._turns,
+            self.turns,
             self._calls,
             self._guards.gradients,
             settings.delay,
@@ -148,13 +145,11 @@ class Rounds(Clock):
         self._guards.call(self._exchanging, self.stepped)
         self._begun, self.stepped, self.moved = True, False, True
         self._applied.clear()
-        period = self.schedule.period
-        self.schedule.count()
-        self._turns.count()
+        self.turns.count()
         if not self._exchanging:
-            ended = self._turns.due(period)
+            ended = self.turns.due()
             if ended:
-                self._turns.restart()
+                self.turns.restart()
         else:
             if self._peers is None:
                 with self._engine.entered:
@@ -162,10 +157,10 @@ class Rounds(Clock):
             self._guards.loaded.refuse()
             waited = self._round.waits
             ended = self._round.called()
-            due = self._turns.due(period)
+            due = self.turns.due()
             if due:
                 self._check()
-                ended = self._round.begin(self.schedule.number) or ended
+                ended = self._round.begin(self.turns.number) or ended
             # With peers, a round that is taken back changes the weights, too.
             if ended or (self._peers is not None and (waited or due)):
                 self._holders.reshard()
@@ -182,7 +177,7 @@ class Rounds(Clock):
         self._guards.loaded.refuse()
         self._check()
         while True:
-            self._round.begin(self.schedule.number)
+            self._round.begin(self.turns.number)
             self._round.finish()
             if self._peers.joined:
                 break
@@ -203,7 +198,7 @@ class Rounds(Clock):
         chosen = None
         if model is not None:
             check_model(model, [(weight.name, weight.parameter) for weight in self._common.weights])
-            chosen = Buffers(model)
+            chosen = Buffers(model, self._engine)
         if not self._exchanging:
             self._common.take(self._common.ids)
             self._restarted()
@@ -220,23 +215,21 @@ class Rounds(Clock):
             self._guards.loaded.refuse()
             engine.stats.begin_step()
             extra = int(self.moved or not (moved_only and self._guards.watches))
-            age, number = (sum(self._turns.ages), self.schedule.number) if self._optimizers.averaged else (0, 0)
+            age, number = (sum(self.turns.ages), self.turns.number) if self._optimizers.averaged else (0, 0)
             rows = self._calls.compare(Row(call, age + (self._averaged.digest() << AGES), number, extra))
-            label, device = f"{engine.exchanges.label}.buffers", engine.parameters[0].device
-            levels = [engine.collectives, *engine.method.shard_groups()]
             if chosen is not None:
-                chosen.check_same(levels, label, device)
+                chosen.check_same()
             if any(row.extra for row in rows):
-                average_weights(engine, self._common, self._averaged, self._turns, self._round)
+                self._round.average_weights()
             if chosen is not None:
-                chosen.exchange(levels, label, device, engine.stats.count_request)
+                chosen.exchange()
             engine.stats.end_step()
         self._restarted()
 
     def _restarted(self) -> None:
         """All parameters are the common weights."""
         self._holders.reshard()
-        self._turns.restart()
+        self.turns.restart()
         self.moved = False
         self._guards.common()
         self._note()
@@ -278,7 +271,7 @@ class Rounds(Clock):
         scale_residuals(self._engine.works, 0.0)
         self._taken = True
         self._guards.loaded.clear()
-        self._turns.restart()
+        self.turns.restart()
         if self._exchanging:
             with self._engine.entered:
                 must_equal = self._common.hash() ^ self._averaged.digest_of_all()
@@ -300,7 +293,7 @@ class Rounds(Clock):
                 return  # of a later training of the same parameters
             refuse_other(optimizer)
         self._begin()
-        due = self._turns.due(self.schedule.period, calls=1)
+        due = self.turns.due(calls=1)
         self._guards.before_optimizer_step(optimizer, self._exchanging, self._begun, self.stepped, due)
         self.stepped = self.moved = True
         if self._exchanging:
@@ -347,7 +340,7 @@ class Rounds(Clock):
         self._guards.restart()
         self._taken = self._begun = self._rounds_off = False
         self.moved, self.stepped = True, False
-        self._turns.restart()
+        self.turns.restart()
         with self._engine.entered:
             self._engine.reset()
         self._engine.comparison.changed()
@@ -383,8 +376,8 @@ class Rounds(Clock):
 
     def options(self) -> dict[str, object]:
         first = "were they broadcast? After a restart, was local.load_state_dict() called?"
-        ages = " ".join(map(str, self._turns.ages))
-        timing = {"period": self.schedule.period, "steps since the last exchange": ages}
+        ages = " ".join(map(str, self.turns.ages))
+        timing = {"period": self.turns.period, "steps since the last exchange": ages}
         compared = {
             **asdict(self._settings),
             **(timing if self._peers is None else {}),
@@ -399,8 +392,8 @@ class Rounds(Clock):
             **self._common.state(),
             **self._guards.loaded.state(),
             "fragments": Fixed(self._settings.fragments),
-            "steps": self.schedule.state(),
-            "since": self._turns.state(),
+            "steps": self.turns.steps(),
+            "since": self.turns.state(),
             "in_flight": self._round.state(),
             "taken": Entry(vars(self), "_taken", bool),
             "begun": Entry(vars(self), "_begun", bool),

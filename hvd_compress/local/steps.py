@@ -204,11 +204,11 @@ class LocalSteps:
         example to let it grow as the learning rate falls (Gu et al., *A Quadratic Synchronization Rule for Distributed
         Deep Learning*, ICLR 2024): ``local.period = max(3, int((0.01 / lr) ** 2))``. A state does not have it: set it
         again after loading one. Setting raises as the constructor."""
-        return self._rounds.schedule.period
+        return self._rounds.turns.period
 
     @period.setter
     def period(self, period: int) -> None:
-        self._rounds.schedule.change(period)
+        self._rounds.turns.change(period)
 
     @modes_off
     def finish(self, model: torch.nn.Module | None = None, *, moved_only: bool = False) -> None:

@@ -15,14 +15,12 @@ from ..engine.clock import Clock
 from ..engine.collectives import Collectives, Nodes
 from ..engine.dense import DenseGradient
 from ..engine.engine import Engine
-from ..engine.facts import OptimizerFacts
 from ..engine.membership import Membership
 from ..engine.method import Method
 from ..engine.modes import modes_off
 from ..engine.optimizers import watch
 from ..engine.place import Place
 from ..engine.shards import local, meshes
-from ..guards import optimizer as optimizer_guard
 from ..guards.dcp import refuse_dcp
 from ..guards.unsharded import check_resharded
 from .reporting import Reporting
@@ -138,7 +136,6 @@ class Compressor(Reporting, Method):
         levels = Nodes(everyone) if nodes is False else everyone.in_nodes(nodes)
         #: The ranks that the method's exchange is between: with nodes, one rank of each.
         self.collectives = levels.between
-        self._clock: Clock | None = None
         self._peers = isinstance(everyone, Membership)
         self._common: dict[str, Any] = {"min_numel": min_numel, "bucket_mb": bucket_mb, "dense_values": dense_values}
         self.engine = Engine(self, named, levels, seed=seed, start_timeout=start_timeout, **self._common)
@@ -148,13 +145,8 @@ class Compressor(Reporting, Method):
         self.engine.comparison.register(self)
         watch(self)
 
-    # A method may override these, see Method.
-
     def options(self) -> dict[str, object]:
         return {**super().options(), **self._common}
-
-    def check_optimizer(self, facts: OptimizerFacts) -> None:
-        optimizer_guard.check(facts, self.traits, self.engine.warn)
 
     def __repr__(self) -> str:
         engine, options = self.engine, ", ".join(f"{name}={value!r}" for name, value in self.options().items())
@@ -212,10 +204,6 @@ class Compressor(Reporting, Method):
         with self.engine.entered:
             self._clock = clock
         self.engine.comparison.changed()
-
-    @property
-    def has_clock(self) -> bool:
-        return self._clock is not None
 
     @property
     def takes_local_steps(self) -> bool:

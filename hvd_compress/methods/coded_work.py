@@ -9,7 +9,6 @@ from torch import Tensor
 from ..codecs.grouped_ring import Coded, GroupedChannel
 from ..engine.bucket import Bucket, Piece
 from ..engine.exchange import Exchange
-from ..engine.state import Tree
 from ..engine.work import Step
 from ..reference import BLOCK
 from .every_entry import EveryEntryWork
@@ -25,7 +24,6 @@ class CodedWork(EveryEntryWork):
         commit()      the residual of this rank's part becomes these errors; nothing is taken back any more
     """
 
-    takes_starts = True
     _channel: GroupedChannel
 
     def __init__(self, bucket: Bucket, channel: Callable[..., GroupedChannel], feedback: bool) -> None:
@@ -78,9 +76,11 @@ class CodedWork(EveryEntryWork):
             bucket.residual.zero_()
 
     def square_of(self, index: int) -> Tensor:
+        """The sum of squares of a gradient less its start, once all have arrived: float64, ()."""
         return self.bucket.pieces[index].of_blocks(self._squares).sum()
 
     def average_of(self, index: int) -> Coded:
+        """The average of a gradient, after the exchange and before the next one."""
         assert self._means is not None
         return self._channel.of_group(self._means, index, self.bucket.pieces[index].numel)
 
@@ -107,10 +107,7 @@ class CodedWork(EveryEntryWork):
             elif not self._wrong:  # in the sum they are as many times as large
                 torch.mul(error, self.step.ranks, out=values)
 
-    # The residual without what was sent.
-
     def unsent(self) -> Tensor:
-        """The residual as :meth:`settle` makes it: float32, (blocks * 256,). Read only."""
         if self._errors is None:
             self.settle()
             return self.bucket.residual
@@ -119,12 +116,6 @@ class CodedWork(EveryEntryWork):
             self._write_errors(self._copy)
             self._sent.subtract_from(self._copy)
         return self.bucket.residual if self._copy is None else self._copy
-
-    def state(self) -> dict[str, Tree]:
-        return {**super().state(), "residual": self.saved(self.unsent())}
-
-    def residual_of(self, piece: Piece) -> Tensor:
-        return piece.shaped(self.unsent())
 
     def set_residual(self, piece: Piece, entries: Tensor) -> None:
         self.settle()

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..codecs.coded_ring import CodedRing
 from ..codecs.grouped_ring import GroupedChannel
-from ..codecs.wide_lloyd import WideLloyd
+from ..codecs.packed import WideLloyd
 from ..engine.arguments import NamedParameters, check_integer
 from ..engine.bucket import Bucket
 from .coded_work import CodedWork

@@ -113,7 +113,6 @@ class SparseMethod(Compressor):
 
     def check_optimizer(self, facts: OptimizerFacts) -> None:
         self.momentum.check(facts)
-        super().check_optimizer(facts)
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         self.momentum.dense_averaged(number, grad)

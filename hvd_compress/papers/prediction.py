@@ -136,7 +136,7 @@ class Prediction(Part):
             guess = self.predict(index, windows, seen) * units[index]
             # Weights that are not finite must not spoil the state.
             guesses[windows] = guess.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-            piece.padding(self.guess).zero_()
+            piece.of(self.guess)[piece.numel :].zero_()
 
     def _apply(self, before: _Before, targets: list[Tensor], scale: float) -> None:
         for piece, target, opened in zip(self._bucket.pieces, targets, self.opened(), strict=True):

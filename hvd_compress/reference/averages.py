@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .blocks import usable
-from .codes import codebook_decode, moments
+from .codes import codebook_decode, moments, store
 
 
 def codebook_mean(
@@ -22,10 +22,8 @@ def codebook_mean(
     for sender, row in enumerate(rows):
         if sender != rank:
             codebook_decode(row[skip:][:size], scale[sender], edges, book, kind[sender], mean, bits, sender > 0)
-        elif sender:
-            mean.add_(values)
         else:
-            mean.copy_(values)
+            store(mean, values, sender > 0)
     mean.mul_(1.0 / len(rows))
     moments(mean, edges, out)
 

@@ -167,7 +167,7 @@ def codebook_decode(
 ) -> None:
     """Write ``level * scale`` to ``values``, or add it; see :func:`codebook_encode`."""
     level = book[_each(kind, edges), unpack(codes, bits, len(values))]
-    _store(values, level * _each(scale, edges), add)
+    store(values, level * _each(scale, edges), add)
 
 
 def range_encode(
@@ -207,7 +207,7 @@ def range_decode(
 ) -> None:
     """Write the decoded codes to ``values``, or add them; see :func:`range_encode`."""
     code = unpack(codes, bits, len(values))
-    _store(values, _range_value(code, _each(base, edges), 23 - mantissa, positive), add)
+    store(values, _range_value(code, _each(base, edges), 23 - mantissa, positive), add)
 
 
 def _range_value(code: Tensor, base: Tensor, shift: int, positive: int) -> Tensor:
@@ -217,7 +217,8 @@ def _range_value(code: Tensor, base: Tensor, shift: int, positive: int) -> Tenso
     return torch.where(code == 0, 0.0, torch.where(negative, -value, value))
 
 
-def _store(values: Tensor, decoded: Tensor, add: bool) -> None:
+def store(values: Tensor, decoded: Tensor, add: bool) -> None:
+    """Write decoded values to ``values``, or add them."""
     if add:
         values.add_(decoded)
     else:

@@ -25,9 +25,8 @@ def average_replaced(model: torch.nn.Module, engine: Engine) -> None:
     seen = set(world.gather((shard, hash_of_weights(model), hash_of(map(local, model.buffers())))))
     if len(seen) == len({shard for shard, *_ in seen}):
         return
-    label, members, device = f"{engine.exchanges.label}.replaced", engine.collectives, parameters[0].device
     with engine.entered:
         floating = [p for p in parameters if p.is_floating_point() or p.is_complex()]
-        average_in_place((as_real(local(p.detach())) for p in floating), members, label)
-        levels = [members, *engine.method.shard_groups()]
-        Buffers(model).exchange(levels, f"{label}.buffers", device, engine.stats.count_request)
+        label = f"{engine.exchanges.label}.replaced"
+        average_in_place((as_real(local(p.detach())) for p in floating), engine.collectives, label)
+        Buffers(model, engine).exchange()

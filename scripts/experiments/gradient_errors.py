@@ -37,9 +37,8 @@ from hvd_compress import ops
 from hvd_compress.codecs.coded_ring import CodedRing
 from hvd_compress.codecs.floats import RangeFloat
 from hvd_compress.codecs.lanes import grid_step
-from hvd_compress.codecs.packed import Code, Lloyd
+from hvd_compress.codecs.packed import Code, Lloyd, WideLloyd
 from hvd_compress.codecs.scales import Moments
-from hvd_compress.codecs.wide_lloyd import WideLloyd
 from hvd_compress.engine.place import is_large
 from hvd_compress.methods import spectrum
 from hvd_compress.reference import BLOCK

@@ -51,7 +51,7 @@ def names_of(fragment):
 def test_buckets_and_what_lies_beside_them_are_divided():
     _, (worker,) = workers(1, build=SMALL_SPARSE, **IN_TURN)
     # Last layers first; a bias is with its layer.
-    assert [names_of(fragment) for fragment in worker.local._rounds._turns.fragments] == [
+    assert [names_of(fragment) for fragment in worker.local._rounds.turns.fragments] == [
         ["wide.weight", "wide.bias", "deep.weight"],
         ["first.weight", "first.bias", "norm.weight", "norm.bias", "conv.weight", "conv.bias"],
     ]
@@ -69,7 +69,7 @@ def test_sizes_are_divided_into_parts_of_about_the_same(sizes):
 
 def test_each_fragment_is_exchanged_once_in_a_period():
     world, group = workers(2, build=SMALL_SPARSE, **IN_TURN)
-    first, second = group[0].local._rounds._turns.fragments
+    first, second = group[0].local._rounds.turns.fragments
     before = group[0].weights()
     for changed in (first, second, first):
         assert world.run(lambda i: group[i].train(2)) == [[False, True]] * 2
@@ -167,7 +167,7 @@ def test_local_sgd_with_fragments_and_delay_by_hand(mode, ordered):
     world, group = workers(2, build=partial(TopK, density=1.0, **SMALL), ordered=ordered, **mode)
     ended = world.run(lambda i: group[i].train(13))
     alone = [alone_at(rank) for rank in range(2)]
-    numbers = [[weight.number for weight in fragment.weights] for fragment in group[0].local._rounds._turns.fragments]
+    numbers = [[weight.number for weight in fragment.weights] for fragment in group[0].local._rounds.turns.fragments]
     begun, turn = {}, 0
     for step in range(1, 14):
         for worker in alone:

@@ -10,7 +10,7 @@ from models import gradients
 
 from hvd_compress import Quantized
 from hvd_compress.codecs.coded_ring import CodedRing
-from hvd_compress.codecs.wide_lloyd import WideLloyd
+from hvd_compress.codecs.packed import WideLloyd
 
 
 def matrix(rows: int = 64, columns: int = 512) -> torch.nn.Module:

@@ -172,7 +172,7 @@ def test_a_round_that_fails_is_taken_back_and_its_progress_is_in_the_next_one(ki
 def test_a_round_in_doubt_that_others_have_committed_is_of_its_own_steps_only(monkeypatch):
     lighthouse, peers = begin("quantized")
     peer = next(iter(peers.values()))
-    peer.member.faults, turns, ages = {3: ("unsure", None)}, peer.local._rounds._turns, []
+    peer.member.faults, turns, ages = {3: ("unsure", None)}, peer.local._rounds.turns, []
     take = turns.take
     monkeypatch.setattr(turns, "take", lambda: (ages.append(turns.age), take()))
     lighthouse.run(list(peers), lambda member: peers[member].train_until(6))
@@ -232,7 +232,7 @@ def test_a_peer_dies_and_another_joins(kind, place, make):
 
     assert len(lighthouse.run([*stay, new.member], body)) == 3
     check_equal([peers[member] for member in stay] + [new])
-    numbers = {member: peers[member].local._rounds.schedule.number for member in [*stay, new.member]}
+    numbers = {member: peers[member].local._rounds.turns.number for member in [*stay, new.member]}
     assert len({*numbers.values()}) == 1, numbers  # what a schedule of the period gets
     # The progress of the dead one counts as far as it was sent before.
     check_conserved(list(peers.values()))
