@@ -246,7 +246,7 @@ case $experiment in
     optimizer=muon-adamw every=1
     ranks=1 batch=32 gpt none@muon-adamw 3e-3,6e-3,1.2e-2,2.4e-2,4.8e-2 "" "" --seeds 0,1,2
     gpt quantized@recipe 6e-3,1.2e-2,2.4e-2 "" "$(few_bits 3 2 --restore-length)" --seeds 0,1,2
-    gpt quantized@averaged 1.2e-2,2.4e-2 "" "$(few_bits 3 2 --restore-length --averaged-gradients)"
+    gpt quantized@averaged 1.2e-2,2.4e-2 "" "$(few_bits 3 2 --restore-length --averaged-gradients)" --seeds 0,1,2
     report "$out"
     ;;
   gpt-muon-ranks)
