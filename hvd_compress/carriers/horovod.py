@@ -20,7 +20,7 @@ class _Registries:
     """The registry of each process set."""
 
     def __init__(self) -> None:
-        self._everywhere = weakref.WeakKeyDictionary[Any, int]()
+        self._everywhere = weakref.WeakValueDictionary[int, Any]()
         self._generation: object = None
 
     def of(self, process_set: Any, generation: object) -> Registry:

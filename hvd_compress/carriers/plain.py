@@ -8,8 +8,8 @@ from ..engine.registry import Registry
 
 
 class PlainCollectives:
-    """Members of :class:`~hvd_compress.engine.collectives.Collectives`: collectives have no names, the host knows no
-    missing ranks, or names them itself, and all ranks start the same collectives."""
+    """Defaults of :class:`~hvd_compress.engine.collectives.Collectives`, which a carrier overrides where it differs:
+    compressors are numbered apart, missing ranks are not known, and all ranks start the same collectives."""
 
     def registry(self) -> Registry:
         return Registry()

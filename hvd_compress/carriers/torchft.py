@@ -130,10 +130,10 @@ class TorchftCollectives(PlainCollectives):
             return _Handle([], request.tensor, self._lost)
         group, tensor = self._group, request.tensor.contiguous()
         self._device = tensor.device
-        output = torch.empty_like(tensor)
-        if gathers := request.verb == "allgather":
-            output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        gathers = request.verb == "allgather"
+        shape = (self.size * tensor.shape[0], *tensor.shape[1:]) if gathers else tensor.shape
         try:
+            output = tensor.new_empty(shape)
             if request.verb == "allreduce":
                 works = [group.allreduce([output.copy_(tensor)], c10d.AllreduceOptions())]
             elif self._is_direct(tensor):
@@ -145,7 +145,7 @@ class TorchftCollectives(PlainCollectives):
                 works = [group.alltoall_base(output, tensor, [], [], c10d.AllToAllOptions())]
         except _LOST as error:
             lost = PeerLost(f"a collective of torchft's process group did not start: {error}")
-            return _Handle([], output, lost)
+            return _Handle([], tensor, lost)
         return _Handle(works, output)
 
     def _is_direct(self, tensor: Tensor) -> bool:
@@ -248,7 +248,7 @@ class TorchftCollectives(PlainCollectives):
         return self._manager._pg
 
     def _should_commit(self, otherwise: str = "rounds_taken_back") -> bool:
-        """Votes. ``otherwise``: the name under which an attempt counts that is not committed."""
+        """Votes. ``otherwise``: the counter of an attempt that is not committed."""
         committed = False
         with self._timed("commit_seconds"):
             try:

@@ -132,8 +132,9 @@ class Bucket:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """A context in which the gradients that have arrived go into the state: they are ``gradients``, empty for the
-        others. (A copy only where the memory order is not the piece's.) At its end, shared ones become zero."""
+        """A context that takes over what has arrived: ``gradients`` has it, and empty tensors for the other pieces. (A
+        copy only where the memory order is not the piece's.) At its end, shared ones become zero, but not after an
+        error."""
         self.gradients = [
             self._empty if grad is None else in_order_of(local(piece.parameter), grad)
             for piece, grad in zip(self.pieces, self._originals, strict=True)
@@ -152,8 +153,9 @@ class Bucket:
 
     def clear_changed(self) -> None:
         """Drops the shared gradients that others have written to since they arrived, or since :meth:`mark_written`."""
-        for index, (grad, version) in enumerate(zip(self._originals, self._versions, strict=True)):
-            if self._shared and grad is not None and grad._version != version:
+        pairs = zip(self._originals, self._versions, strict=True) if self._shared else ()
+        for index, (grad, version) in enumerate(pairs):
+            if grad is not None and grad._version != version:
                 self._originals[index] = None
 
     def mark_written(self) -> None:

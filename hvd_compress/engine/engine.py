@@ -117,7 +117,7 @@ class Engine:
         Args:
             number: of completed exchanges of these buckets.
             scale: the factor of everything that arrives (a ``GradScaler``'s scale).
-            by_host: the host averages uncompressed gradients itself.
+            by_host: the host averages uncompressed gradients itself. It passes in ``p.grad``, which others may add to.
             compared: the caller compares the step's digest between the ranks.
         """
         self.compare()
@@ -131,7 +131,7 @@ class Engine:
         step = Step(number, between.rank, between.size, scale, self._seed, self._settings, compared)
         self._begun = works
         for work in works:
-            work.bucket.clear(shared=by_host)  # Horovod passes in what is the parameter's gradient
+            work.bucket.clear(shared=by_host)
             with work.bucket.order:
                 work.begin(step)
         # Last: if a method could not begin, there is nothing to undo and the next gradient begins again.
@@ -207,8 +207,9 @@ class Engine:
                     piece.let_stand_in(None)
 
     def _keep_arrived(self) -> None:
-        for work in self.works:
+        for work in self.works:  # before any becomes zero: gradients that are views of one memory have one version
             work.bucket.clear_changed()
+        for work in self.works:
             if work.bucket.incomplete and self.nodes.inside is None:
                 try:
                     _accumulate(work)

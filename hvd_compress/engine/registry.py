@@ -7,19 +7,20 @@ continues the exchanges of the others.
 
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 
 class Registry:
     """Numbers the compressors of one set of ranks in the order in which they are built, which is the same on all ranks.
 
     Args:
-        everywhere: the compressors of the process that may exchange with any ranks; registries share it.
+        everywhere: the compressors of the process that may exchange with any ranks, by their ``id()``; registries share
+            it.
     """
 
-    def __init__(self, everywhere: WeakKeyDictionary[Any, int] | None = None) -> None:
+    def __init__(self, everywhere: WeakValueDictionary[int, Any] | None = None) -> None:
         self._count = 0
-        self._everywhere = WeakKeyDictionary[Any, int]() if everywhere is None else everywhere
+        self._everywhere = WeakValueDictionary[int, Any]() if everywhere is None else everywhere
 
     def number(self) -> int:
         """The number of one more compressor."""
@@ -28,10 +29,10 @@ class Registry:
 
     def add(self, method: Any, number: int) -> None:
         """Registers a compressor, which keeps its ``number`` (elastic)."""
-        self._everywhere[method] = number
+        self._everywhere[id(method)] = method
         self._count = max(self._count, number + 1)
 
     def others(self, method: Any) -> Iterator[Any]:
         """The process's other compressors that exist."""
-        found = (reference() for reference in self._everywhere.keyrefs())
+        found = (reference() for reference in self._everywhere.valuerefs())
         return (other for other in found if other is not None and other is not method)

@@ -70,6 +70,7 @@ class Work(Part, abc.ABC):
     def __init__(self, bucket: Bucket, **parts: Part) -> None:
         self.bucket = bucket
         #: By piece, what is to be subtracted from its gradient in this step, float32. The gradient is not written to.
+        #: Filled only where the work does so: :class:`hvd_compress.local.common_weights.LeavesCodes`.
         self.starts = dict[int, Tensor]()
         #: By name, in the order in which they begin; they are undone in reverse order.
         self.parts = parts
@@ -113,7 +114,8 @@ class Work(Part, abc.ABC):
         return self.bucket.saved(residual, per_rank=True)
 
     def unsent(self) -> Tensor:
-        """The residual without what was sent: float32, (blocks * 256,). Read only."""
+        """The bucket's residual without what was sent: float32, (blocks * 256,). Read only, but after :meth:`restart`,
+        when it is the residual itself, into which a state is loaded."""
         return self.bucket.residual
 
     def residual_of(self, piece: Piece) -> Tensor:

@@ -67,7 +67,7 @@ class GradientStep(Clock, guards.Host):
     """
 
     comes_first = True
-    #: Whether the host averages uncompressed gradients itself, and passes in what is the parameters' own.
+    #: Whether the host averages uncompressed gradients itself, and passes in ``p.grad``.
     _averages_dense = False
     detached = False
 

@@ -74,6 +74,7 @@ class HorovodHost(GradientStep):
 
     @property
     def alone(self) -> bool:
+        """Whether this process exchanges nothing: no other rank, or not in the process set."""
         return not self._engine.collectives.active
 
     @property

@@ -25,13 +25,13 @@ class Buffers:
     """The buffers of ``model``, for the ranks of an engine, and of its shard groups. The running averages of BatchNorm
     and InstanceNorm are averaged, all others become rank 0's, as in DistributedDataParallel.
 
-    Raises ``ValueError`` for a buffer without values, or a quantized one.
+    Raises ``ValueError`` for a buffer without values, or a quantized one. ``label``: of the collectives' names.
     """
 
-    def __init__(self, model: torch.nn.Module, engine: Engine) -> None:
+    def __init__(self, model: torch.nn.Module, engine: Engine, label: str = "buffers") -> None:
         self._engine, levels = engine, [engine.collectives, *engine.method.shard_groups()]
         #: The ranks, one after the other, by the label of their collectives.
-        self._levels = {f"{engine.exchanges.label}.buffers.{n}": members for n, members in enumerate(levels)}
+        self._levels = {f"{engine.exchanges.label}.{label}.{n}": members for n, members in enumerate(levels)}
         self._device = engine.parameters[0].device
         self._means, self._others = dict[str, Tensor](), dict[str, Tensor]()
         found = dict(model.named_buffers())

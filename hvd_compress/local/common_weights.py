@@ -38,7 +38,7 @@ class Average(Protocol):
 
 @runtime_checkable
 class LeavesCodes(Protocol):
-    """A bucket of a compressor that subtracts starts itself, and need not write its averages out:
+    """A work that subtracts :attr:`Work.starts`, and need not write its averages out:
     :class:`hvd_compress.methods.coded_work.CodedWork`."""
 
     def square_of(self, index: int) -> Tensor: ...
@@ -78,7 +78,7 @@ class Weight:
 
     @property
     def in_codes(self) -> tuple[LeavesCodes, int] | None:
-        """The bucket and the place in it, if the average may stay in codes."""
+        """The work that has the weight and the place there, if the average may stay in codes."""
         place = self.place
         return (place.work, place.index) if place is not None and isinstance(place.work, LeavesCodes) else None
 

@@ -27,32 +27,31 @@ class Turns:
         engine: of the compressor.
         weights: in the order of the parameters.
         period: local steps between two exchanges of one weight.
-        count: of fragments.
-        delay: as of :class:`hvd_compress.LocalSteps`.
+        fragments, delay: as of :class:`hvd_compress.LocalSteps`.
 
     Raises:
         TypeError: the period is not an integer.
-        ValueError: the period does not fit the others, or too few buckets.
+        ValueError: the period does not fit the fragments or the delay, or there are too few buckets.
     """
 
-    def __init__(self, engine: Engine, weights: Sequence[Weight], period: int, count: int, delay: int) -> None:
-        self._engine, self._count, self._delay = engine, count, delay
+    def __init__(self, engine: Engine, weights: Sequence[Weight], period: int, fragments: int, delay: int) -> None:
+        self._engine, self._count, self._delay = engine, fragments, delay
         self.change(period)
         #: Local steps so far.
         self.number = 0
         units = _units(engine, weights)
-        if len(units) < count:
+        if len(units) < fragments:
             raise ValueError(
-                f"{count} fragments need as many buckets or uncompressed tensors, and this compressor has "
+                f"{fragments} fragments need as many buckets or uncompressed tensors, and this compressor has "
                 f"{len(units)}: take fewer, or build the compressor with a smaller bucket_mb"
             )
-        parts = divided([sum(w.own.numel() for w in unit) for unit in units], count)
+        parts = divided([sum(w.own.numel() for w in unit) for unit in units], fragments)
         self.fragments = [self._fragment(number, units[part.start : part.stop]) for number, part in enumerate(parts)]
         #: By fragment, the calls of ``LocalSteps.step()`` since its last exchange, or since the common weights were
         #: taken or averaged.
-        self.ages = [0] * count
+        self.ages = [0] * fragments
         # By fragment, the calls before those, of exchanges that were taken back.
-        self._taken_back = [0] * count
+        self._taken_back = [0] * fragments
 
     def change(self, period: int) -> None:
         """Makes the period another one. Raises as the constructor."""
@@ -107,7 +106,7 @@ class Turns:
         self.ages[:] = [age + 1 for age in self.ages]
 
     def restart(self) -> None:
-        """All weights are the common weights. The turn stays."""
+        """All weights are the common weights. The turn and the number of steps stay."""
         self.ages[:] = self._taken_back[:] = [0] * len(self.ages)
 
     def steps(self) -> Tree:

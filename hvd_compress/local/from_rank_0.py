@@ -23,7 +23,7 @@ def from_rank_0(tensors: Sequence[Tensor], engine: Engine, collectives: Collecti
     """Yields rank 0's value of each tensor. Shapes and dtypes must be the same on all ranks. Waits.
 
     Args:
-        engine: counts the bytes.
+        engine: counts the bytes, and has the messages' device.
         collectives: the ranks.
         label: of the collectives' names.
     """

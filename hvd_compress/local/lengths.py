@@ -34,8 +34,9 @@ class Lengths:
         the weight and its start."""
         with weight.order:
             if tensor is None:
-                assert weight.in_codes is not None
-                work, index = weight.in_codes
+                coded = weight.in_codes
+                assert coded is not None
+                work, index = coded
                 found = work.square_of(index)
             else:
                 found = sum_of_squares(tensor) if isinstance(tensor, Tensor) else tensor.square(weight.common.numel())

@@ -186,7 +186,7 @@ class Round:
 
     def average_weights(self) -> None:
         """Averages all weights in full precision, in place of a round: at the end, and before a test. They become the
-        common weights; those with sums move by the averages of these, unless they are of no call so far."""
+        common weights. Weights with sums move by their optimizer, if any call was counted since their exchange."""
         engine, weights, turns = self._engine, self._common.weights, self._turns
         whole = [(w.own if w.sums is None else w.sums).to(w.common.dtype, copy=True) for w in weights]
         for tensor in whole:
@@ -274,8 +274,8 @@ class Round:
                 received, averages = self._released(sent), dict[str, Tensor | Average]()
                 for weight in weights:
                     if weight.name in self._coded:
-                        bucket, index = self._coded[weight.name]
-                        averages[weight.name] = bucket.average_of(index)
+                        coded, index = self._coded[weight.name]
+                        averages[weight.name] = coded.average_of(index)
                     else:
                         averages[weight.name] = received[weight.name].to(weight.common.dtype)
                 if self._lengths is not None:

@@ -29,4 +29,4 @@ def average_replaced(model: torch.nn.Module, engine: Engine) -> None:
         floating = [p for p in parameters if p.is_floating_point() or p.is_complex()]
         label = f"{engine.exchanges.label}.replaced"
         average_in_place((as_real(local(p.detach())) for p in floating), engine.collectives, label)
-        Buffers(model, engine).exchange()
+        Buffers(model, engine, "replaced").exchange()

@@ -257,7 +257,7 @@ STATED: list[tuple[str, str, Source]] = [
     ("choosing", "at 10 Gbit/s, {} at 1 Gbit/s", times(FP16["1gbit"], FEW["1gbit"])),
     ("choosing", "at 1 Gbit/s and {} at 100 Mbit/s", times(FP16["100mbit"], FEW["100mbit"])),
     ("choosing", "(local_steps.md#overlap) {},", times(FP16["10gbit"], DELAY["10gbit"])),
-    ("choosing", "(local_steps.md#overlap) 1.3, {} and", times(FP16["1gbit"], DELAY["1gbit"])),
+    ("choosing", "(local_steps.md#overlap) …, {} and", times(FP16["1gbit"], DELAY["1gbit"])),
     ("choosing", "and {} ([benchmarks](benchmarks.md#behind", times(FP16["100mbit"], DELAY["100mbit"])),
     ("choosing", "ended at {} after 194 steps", quality("race-vgg11", "1gbit-iwp-mpi")),
     ("choosing", "194 steps, dense at {}", quality("race-vgg11", "100mbit-none-mpi")),

@@ -125,6 +125,19 @@ def test_gradients_of_a_step_that_failed_before_the_exchange_stay_in_the_residua
     assert (written.grad == 2.0).all() and not rank.compression.residual("deep.weight").any()
 
 
+def test_gradients_that_are_views_of_one_memory_all_stay_in_the_residual():
+    """They have one version: when one becomes zero, it looks as if somebody had written to the others."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 64, bias=False) for _ in range(4)))
+    _, (rank,) = replicas(1, IWP, density=1 / 16, model=model, bucket_mb=1 / 64)
+    assert [len(bucket.pieces) for bucket in rank.compression.buckets] == [2, 2]
+    ones = torch.ones(2, 64, 32)
+    for p, grad in zip((rank.model[0].weight, rank.model[2].weight), ones, strict=True):
+        p.grad = grad
+        rank.compression.compress(p.grad)
+    rank.compression.reset()
+    assert not ones.any() and all((rank.compression.residual(f"{index}.weight") == 1.0).all() for index in (0, 2))
+
+
 @pytest.mark.parametrize("size", [2, (2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["quantized", "qsgd", "powersgd", "iwp-fp32", "fft", "mp2-silent"])
 def test_a_gradient_that_another_one_is_added_to_in_flight_counts_once(name, size):

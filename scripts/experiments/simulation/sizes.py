@@ -22,9 +22,9 @@ def compared(task: str) -> list[Setting]:
 
 
 def groups(runs: Runs, tasks: Sequence[str] = tuple(SIZES), together: Sequence[str] = SMALL) -> Iterator[list[Batch]]:
-    """Batches that make an entry of the table together, in order: the sizes ``together`` at all rates, then the other
-    ones at one rate each, then at another. A larger size begins with the best rate of the next smaller one, of ``runs``
-    at the time."""
+    """Batches that make an entry of the table together, in order: first those in ``together``, each at all rates, then
+    all others at a first rate, at a second one, and so on. A larger size begins with the best rate of the next smaller
+    one, of ``runs`` at the time."""
     for task in SIZES:
         if task in tasks and task in together:
             yield [repeated(setting, RATES, (0,)) for setting in compared(task)]
