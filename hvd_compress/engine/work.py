@@ -70,7 +70,7 @@ class Work(Part, abc.ABC):
     def __init__(self, bucket: Bucket, **parts: Part) -> None:
         self.bucket = bucket
         #: By piece, what is to be subtracted from its gradient in this step, float32. The gradient is not written to.
-        #: Filled only where the work does so: :class:`hvd_compress.local.common_weights.LeavesCodes`.
+        #: Only works that do so get any (``LeavesCodes`` in ``local/common_weights.py``).
         self.starts = dict[int, Tensor]()
         #: By name, in the order in which they begin; they are undone in reverse order.
         self.parts = parts
