@@ -89,8 +89,8 @@ class StepGuards:
         ours, unknown = given is True or not host.single, engine.optimizers.unknown(optimizer)
         bypassing = partial(self._arrivals.bypassing, optimizer) if undoable else list
         facts = OptimizerFacts(optimizer, given, ours, active, unknown, bypassing)
-        check_optimizer(facts, engine.method.traits, engine.warn)
         engine.method.check_optimizer(facts)
+        check_optimizer(facts, engine.method.traits, engine.warn)
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped, or skipped the step."""

@@ -118,13 +118,20 @@ def race(place: str, method: str) -> Source:
     return Source(f"race of {place}: {method}", seconds, (_row(experiment, run),))
 
 
-def simulated(seeds: Sequence[int] = (0, 1, 2), **setting: Any) -> Source:
-    """Returns the mean loss of simulations of ranks_apart.py."""
-    wanted, losses = [Setting(**setting, seed=seed) for seed in seeds], ranks_apart.read(ranks_apart.FILE)
-    runs = [run for run in read_lines(ranks_apart.FILE) if Setting(**run["setting"]) in wanted]
+def simulated(seeds: Sequence[int] = (0, 1, 2), experiment: str = "ranks-apart", **setting: Any) -> Source:
+    """Returns the mean loss of simulations of ranks_apart.py, or loss_by_size.py."""
+    file = figures.RESULTS / experiment / "runs.jsonl"
+    wanted, losses = [Setting(**setting, seed=seed) for seed in seeds], ranks_apart.read(file)
+    runs = [run for run in read_lines(file) if Setting(**run["setting"]) in wanted]
     mean = sum(losses[one] for one in wanted) / len(wanted)
-    named = f"ranks-apart: {setting}, {len(wanted)} run{'s' * (len(wanted) > 1)}"
-    return Source(named, mean, tuple(Row("ranks-apart", run, "") for run in runs))
+    named = f"{experiment}: {setting}, {len(wanted)} run{'s' * (len(wanted) > 1)}"
+    return Source(named, mean, tuple(Row(experiment, run, "") for run in runs))
+
+
+def by_size(ranks: int = 4, **setting: Any) -> Source:
+    """Returns the loss of a simulation of loss_by_size.py, of the smallest model."""
+    common = {"task": "gpt-0.3m-20", "ranks": ranks, "restore_length": ranks > 1}
+    return simulated([0], "loss-by-size", **common, **setting)
 
 
 def _row(experiment: str, run: Result) -> Row:
@@ -199,6 +206,11 @@ NANOGPT, NANOGPT_TWICE, NANOGPT_AVERAGED = (
     over(quality("nanogpt", name), quality("nanogpt", "dense-6e-3"))
     for name in ("low_bit-6e-3", "low_bit-1.2e-2", "averaged-6e-3")
 )
+ON_16: dict[str, Any] = {"rate": 6e-3, "task": "nanogpt", "windows": 16}
+NANOGPT_DENSE = simulated([0], ranks=1, period=1, bits=0, **ON_16)
+NANOGPT_ONCE = simulated([0], averages="once", **ON_16)
+NANOGPT_RESTORED = simulated([0], averages="once", restore_length=True, **ON_16)
+LITTLE_TEXT = over(by_size(rate=4e-3), by_size(ranks=1, period=1, bits=0, rate=2e-3))
 ONCE, SIMULATED_DENSE = simulated(averages="once", rate=6e-3), simulated(ranks=1, period=1, bits=0, rate=4.5e-3)
 
 #: Page, words in which {} stands for the figure and … for any other one, source.
@@ -300,6 +312,16 @@ STATED: list[tuple[str, str, Source]] = [
     ("results", "at 4.5e-3 and {} at 9e-3", simulated([0], averages="once", rate=9e-3)),
     ("results", "AdamW in place of signs {};", simulated([0], averages="once", rate=6e-3, task="gpt-adamw")),
     ("results", "on 32 ranks {}.", simulated([0], ranks=32, averages="once", rate=6e-3)),
+    ("results", "each step, +{} % with AdamW", over(NANOGPT_RESTORED, NANOGPT_DENSE)),
+    ("results", "AdamW on averaged gradients (+{} % without", over(NANOGPT_ONCE, NANOGPT_DENSE)),
+    ("local_steps", "nanoGPT, one seed, {} and", over(NANOGPT_RESTORED, NANOGPT_DENSE)),
+    ("results", "4 windows a rank: dense {} (2e-3", by_size(ranks=1, period=1, bits=0, rate=2e-3)),
+    ("results", "(2e-3; 4e-3: {}), `low_bit`", by_size(ranks=1, period=1, bits=0, rate=4e-3)),
+    ("results", "`low_bit` {} (4e-3, the highest", by_size(rate=4e-3)),
+    ("results", "rate tried; 2e-3: {})", by_size(rate=2e-3)),
+    ("results", "**{} %** over it, and with", LITTLE_TEXT),
+    ("results", "164 times fewer bytes {} (2e-3)", by_size(rate=2e-3, period=8, bits=1, finer=1)),
+    ("choosing", "text a parameter lost {} % by", LITTLE_TEXT),
     ("results", "and again by the averages, have {} on 4", simulated(ranks=4, averages="replay", own=1, rate=6e-3)),
     ("results", "on 4 ranks, `low_bit` {} at its best", simulated(ranks=4, rate=4.5e-3)),
     *(
