@@ -254,6 +254,7 @@ case $experiment in
     optimizer=muon gpt none@muon 3e-3 "" ""
     local_muon 45 3 2 3e-3,4.5e-3,6e-3,9e-3 --seeds 0,1,2
     local_muon 170 8 "1 --mean-bits 2" 6e-3
+    optimizer=muon gpt quantized@averaged 6e-3 "" "$(few_bits 3 2 --averaged-gradients)"
     report "$out"
     ranks=32 batch=1 folder=$out/32
     local_muon 45 3 2 6e-3

@@ -311,6 +311,8 @@ STATED: list[tuple[str, str, Source]] = [
     ("results", "one seed each, {} at 4.5e-3", simulated([0], averages="once", rate=4.5e-3)),
     ("results", "at 4.5e-3 and {} at 9e-3", simulated([0], averages="once", rate=9e-3)),
     ("results", "AdamW in place of signs {};", simulated([0], averages="once", rate=6e-3, task="gpt-adamw")),
+    ("results", "16 ranks, 6e-3, one seed: {}, `low_bit`", quality("gpt-muon-ranks", "quantized@averaged-6e-3")),
+    ("results", "one seed: 1.928, `low_bit` {} (", quality("gpt-muon-ranks", "quantized@45-6e-3-0")),
     ("results", "on 32 ranks {}.", simulated([0], ranks=32, averages="once", rate=6e-3)),
     ("results", "each step, +{} % with AdamW", over(NANOGPT_RESTORED, NANOGPT_DENSE)),
     ("results", "AdamW on averaged gradients (+{} % without", over(NANOGPT_ONCE, NANOGPT_DENSE)),
