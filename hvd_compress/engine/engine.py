@@ -189,9 +189,9 @@ class Engine:
         )
 
     def reset(self, overwritten: bool = False) -> None:
-        """Ends an exchange that failed: what was sent is added back to the residuals. What has arrived stays in the
-        residuals, and becomes zero where the caller reads it; with nodes, where it may have been summed already, it is
-        lost. ``overwritten``: whether the memory of what has arrived holds something else now."""
+        """Ends an exchange that failed: what was sent is added back to the residuals. What has arrived is there, too,
+        and becomes zero where the caller reads it, unless others have written to it since; with nodes, where it may
+        have been summed already, it is lost. ``overwritten``: whether its memory holds something else now."""
         self.exchanges.clear()
         self.dense.clear()
         try:

@@ -42,17 +42,17 @@ class Estimates:
     """Seconds of batches, from ten timed steps of one of their kind."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._probes = device, dict[tuple[str, int, int], Probe]()
+        self._device, self._probes = device, dict[tuple[str, int, int], Probe]()
 
     def probe(self, batch: list[Setting]) -> Probe:
         """Shared by batches of as many ranks and runs of a task: what they send takes little of a step."""
         kind = batch[0].task, batch[0].ranks, len(batch)
         if kind not in self._probes:
-            probe = self._probes[kind] = Probe(TASKS[kind[0]].steps, self.device)
+            probe = self._probes[kind] = Probe(TASKS[kind[0]].steps, self._device)
             with suppress(Timed):
-                simulate(batch, self.device, None, probe)
+                simulate(batch, self._device, None, probe)
             tell(f"{kind[0]}, {kind[1]} ranks, {kind[2]} runs: {probe.step:.4f} s a step, ready in {probe.ready:.1f} s")
-            if self.device.type == "cuda":
+            if self._device.type == "cuda":
                 tell(f"  at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
         return self._probes[kind]
 
@@ -133,8 +133,9 @@ def main() -> None:
         if args.write_list:
             args.write_list.write_text("\n".join(sources().listing) + "\n")
     elif args.probe:
-        estimates = Estimates(torch.device(args.device))
-        for group in sizes.groups({}, args.tasks, together(estimates.device)):
+        device = torch.device(args.device)
+        estimates = Estimates(device)
+        for group in sizes.groups({}, args.tasks, together(device)):
             seconds = sum(map(estimates.seconds, group))
             print(f"{group[0][0].task} at {[s.rate for s in group[0]]}: {seconds:.0f} s", flush=True)
     elif args.train:
