@@ -12,7 +12,7 @@ from simulation import sizes, training
 from simulation.checkpoints import Checkpoint, OutOfTime, Probe, Timed
 from simulation.setting import SIZES, TASKS, Setting
 
-CPU = torch.device("cpu")
+CPU, RATES = torch.device("cpu"), len(sizes.RATES)
 #: All that a state can hold: residuals, momentum of the averages, counted steps.
 CUT = [
     Setting(2, period=2, task="gpt-0.3m-20", restore_length=True, others=2, outer_momentum=0.5),
@@ -126,10 +126,10 @@ def test_a_probe_ends_a_training_early(steps, short, monkeypatch):
 def test_small_sizes_come_first_then_larger_ones_a_rate_at_a_time():
     order = [(group[0][0].task, len(group[0])) for group in sizes.groups({})]
     small, large = sizes.SMALL, [name for name in SIZES if name not in sizes.SMALL]
-    assert order == [(name, 3) for name in small] + [(name, 1) for name in large * 3]
+    assert order == [(name, RATES) for name in small] + [(name, 1) for name in large * RATES]
     batches = [batch for group in sizes.groups({}) for batch in group]
     runs = [setting for batch in batches for setting in batch]
-    assert len(set(runs)) == len(runs) == len(SIZES) * 3 * len(sizes.RATES)
+    assert len(set(runs)) == len(runs) == len(SIZES) * 3 * RATES
     assert all(len(group) == 3 for group in sizes.groups({}))
     one_by_one = [setting for group in sizes.groups({}, together=()) for (setting,) in group]
     assert set(one_by_one) == set(runs) and len(one_by_one) == len(runs)
@@ -140,7 +140,7 @@ def test_a_larger_size_begins_with_the_best_rate_of_a_smaller_one():
     runs = {replace(dense, rate=rate): 1 + rate for rate in sizes.RATES}
     runs |= {replace(local, rate=rate): 1 - rate for rate in sizes.RATES}
     found = [sizes.likely(runs, setting) for setting in sizes.compared("gpt-5m-20")]
-    assert found == [[1e-3, 2e-3, 4e-3], [4e-3, 2e-3, 1e-3], [2e-3, 1e-3, 4e-3]]
+    assert found == [[1e-3, 2e-3, 4e-3, 8e-3], [8e-3, 4e-3, 2e-3, 1e-3], [2e-3, 1e-3, 4e-3, 8e-3]]
 
 
 def test_the_table_has_every_size_over_its_dense_training():
@@ -169,11 +169,13 @@ def test_sizes_are_trained_once_and_shown(called, tmp_path):
     tasks = ["--tasks", "gpt-1m-20", "gpt-5m-20"]
     called("--train", *tasks)
     lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
-    assert len(lines) == 18 and {line["text"] for line in lines} == {loss_by_size.sources().checksum}
+    assert len(lines) == 2 * 3 * RATES and {line["text"] for line in lines} == {loss_by_size.sources().checksum}
     assert {line["torch"] for line in lines} == {torch.__version__} and {line["device"] for line in lines} == {"cpu"}
     called("--train", *tasks)
-    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 18 and not list((tmp_path / "kept").glob("*"))
-    assert called().out.count("of 3)") == 6
+    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == len(lines) and not list(
+        (tmp_path / "kept").glob("*")
+    )
+    assert called().out.count(f"of {RATES})") == 6
 
 
 def test_what_does_not_fit_is_skipped_and_what_was_cut_goes_on(called, tmp_path, monkeypatch):
@@ -187,12 +189,16 @@ def test_what_does_not_fit_is_skipped_and_what_was_cut_goes_on(called, tmp_path,
         assert "cut before step 3" in called("--train", *only).err and not file.exists()
     assert len(list((tmp_path / "kept").glob("*.pt"))) == 1
     called("--train", *only)
-    assert len(file.read_text().splitlines()) == 9 and not list((tmp_path / "kept").glob("*"))
+    assert len(file.read_text().splitlines()) == 3 * RATES and not list((tmp_path / "kept").glob("*"))
 
 
 def test_a_probe_says_what_all_runs_take(called, tmp_path):
     found = called("--probe", "--tasks", "gpt-0.3m-20", "gpt-10m-20")
-    assert found.out.count(" s\n") == 6 and found.err.count("s a step") == 4 and not (tmp_path / "runs.jsonl").exists()
+    assert (
+        found.out.count(" s\n") == 2 * RATES
+        and found.err.count("s a step") == 4
+        and not (tmp_path / "runs.jsonl").exists()
+    )
 
 
 def test_runs_of_another_text_are_refused(called, tmp_path):

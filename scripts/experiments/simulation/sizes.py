@@ -7,7 +7,7 @@ from dataclasses import replace
 from simulation.setting import SIZES, TASKS, Setting
 from simulation.tables import DENSE, Best, Row, Runs, best, fewer_bytes, over, repeated
 
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 #: On four ranks, as docs/choosing.md has them: 47 and 164 times fewer bytes; lengths are restored, as is the default.
 LOW_BIT = Setting(4, restore_length=True)
 FEWER_BITS = replace(LOW_BIT, period=8, bits=1, finer=1)

@@ -18,7 +18,7 @@ Row = dict[str, str]
 
 DENSE = Setting(1, period=1, bits=0)
 SEEDS, DENSE_RATES, RATES = (0, 1, 2), (2e-3, 3e-3, 4.5e-3, 6e-3), (3e-3, 4.5e-3, 6e-3, 9e-3)
-NANOGPT_RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
+NANOGPT_RATES, ADAMW_RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2), (1.2e-2, 2.4e-2, 4.8e-2)
 
 
 def repeated(setting: Setting, rates: Sequence[float], seeds: Sequence[int] = SEEDS) -> list[Setting]:
@@ -250,10 +250,10 @@ AVERAGED = {
     "gpt, 32 ranks": (Setting(32), RATES),
     "nanogpt, 16 ranks": (Setting(16, task="nanogpt", windows=16), NANOGPT_RATES[1:]),
     "nanogpt, 4 ranks": (Setting(4, task="nanogpt"), NANOGPT_RATES),
-    "gpt-adamw, 16 ranks": (Setting(16, task="gpt-adamw"), RATES),
-    "gpt-adamw, 4 ranks": (Setting(4, task="gpt-adamw"), RATES),
+    "gpt-adamw, 16 ranks": (Setting(16, task="gpt-adamw"), ADAMW_RATES),
+    "gpt-adamw, 4 ranks": (Setting(4, task="gpt-adamw"), ADAMW_RATES),
 }
-AVERAGED_DENSE_RATES = {"gpt": (1.5e-3, *DENSE_RATES), "nanogpt": NANOGPT_RATES, "gpt-adamw": (1.5e-3, *DENSE_RATES)}
+AVERAGED_DENSE_RATES = {"gpt": (1.5e-3, *DENSE_RATES), "nanogpt": NANOGPT_RATES, "gpt-adamw": ADAMW_RATES}
 
 
 def averaged(form: str, power: float | None = None, **others: Any) -> Callable[[Setting], Setting]:
