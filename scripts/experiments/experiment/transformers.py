@@ -7,6 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    """(n, heads, length, channels). In float32 on a CPU: backward in bfloat16 takes 2.7 times as long there."""
+    heads = query, key, value
+    if not query.is_cpu:
+        return F.scaled_dot_product_attention(*heads, is_causal=causal)
+    with torch.autocast("cpu", enabled=False):
+        return F.scaled_dot_product_attention(*(part.float() for part in heads), is_causal=causal)
+
+
 class Block(nn.Module):
     """Attention and a two-layer network, each after a norm and added to its input: (n, length, width). Without biases,
     as is usual today: they would travel uncompressed."""
@@ -21,7 +30,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = self.attention(self.norm1(x)).unflatten(2, (3, self.heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (n, heads, length, width / heads)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        mixed = attention(query, key, value, self.causal)
         x = x + self.output(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 

@@ -7,6 +7,7 @@ from itertools import accumulate, groupby
 import torch
 import torch.nn.functional as F
 from experiment import models
+from experiment.transformers import attention
 from torch import Tensor, nn
 
 #: Entries that share a scale.
@@ -93,21 +94,11 @@ def forward(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     for block in sorted({name[: len("blocks.0.")] for name in weights if name.startswith("blocks.")}):
         heads = linear(norm(x, f"{block}norm1.weight"), f"{block}attention.weight")
         query, key, value = heads.view(ranks * n, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mixed = attention(query, key, value).transpose(1, 2)
+        mixed = attention(query, key, value, causal=True).transpose(1, 2)
         x = x + linear(mixed.reshape(ranks, n, length, width), f"{block}output.weight")
         hidden = F.gelu(linear(norm(x, f"{block}norm2.weight"), f"{block}up.weight"))
         x = x + linear(hidden, f"{block}down.weight")
     return linear(norm(x, "norm.weight"), "words.weight")
-
-
-def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal, (n, heads, length, channels). On a CPU in float32: in bfloat16 backward takes nearly three times as long
-    there."""
-    heads = query, key, value
-    if not query.is_cpu:
-        return F.scaled_dot_product_attention(*heads, is_causal=True)
-    with torch.autocast("cpu", enabled=False):
-        return F.scaled_dot_product_attention(*(part.float() for part in heads), is_causal=True)
 
 
 def gradients(layout: Layout, flat: Tensor, tokens: Tensor, bfloat16: bool = False) -> Tensor:
