@@ -38,7 +38,7 @@ VARIANTS = {
     "low_bit": "nanoGPT, `low_bit`",
     "averaged": "nanoGPT, the same, `on_averaged_gradients=adamw`",
 }
-RATES = ("3e-3", "6e-3", "1.2e-2")
+RATES = ("1e-3", "3e-3", "6e-3", "1.2e-2")
 OPTIONS = [
     "config/train_shakespeare_char.py",
     *("--device=cpu", "--backend=gloo", "--compile=False", "--eval_iters=20", "--log_interval=200"),
