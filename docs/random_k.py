@@ -1,4 +1,4 @@
-"""Random-k with error feedback, and its test on 2 and 4 ranks: docs/your_own_method.md."""
+"""Random-k with error feedback, and its test on 2 and 4 ranks: docs/extending.md."""
 
 import copy
 

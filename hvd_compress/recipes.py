@@ -102,8 +102,8 @@ def low_bit(
         bits, mean_bits: of an entry, and of an entry of the average (:class:`~hvd_compress.Quantized`).
         restore_length: keep the learning rate of a dense training. Without it, try 1.5 and 2 times that rate.
         decay, fragments, delay, on_averaged_gradients: see :class:`~hvd_compress.LocalSteps`. With many ranks, try
-            ``low_bit(model, muon, on_averaged_gradients=adamw)``; with gradients of vectors below 1e-6, and
-            ``dense_values="fp32"``: float16 has nothing below 6e-8.
+            ``low_bit(model, muon, on_averaged_gradients=adamw)``, and add ``dense_values="fp32"`` if gradients of
+            vectors are below 1e-6: float16 has nothing below 6e-8.
         options: further arguments of the compressor.
     """
     compression = Quantized(model, bits, mean_bits=mean_bits, **{"dense_values": "fp16", **options})

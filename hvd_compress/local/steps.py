@@ -106,7 +106,7 @@ class LocalSteps:
             ``CombinedOptimizer`` there: SGD, RMSprop without momentum, Adam, AdamW, Adamax, Muon, or others of means by
             ``betas`` or ``momentum`` (with ``dampening``, SGD's sums). Step them in each iteration as the others,
             clipped and scaled as usual, without a closure; step hooks run there only. ``lr`` and other settings must be
-            the same on all ranks (of torchft's peers, ``lr`` is averaged over calls). One rank goes the same way.
+            the same on all ranks (of torchft's peers, ``lr`` is averaged over calls). One rank does the same.
 
     Raises:
         TypeError: ``compression`` is not a compressor, ``optimizer`` neither an optimizer nor a list of them, or

@@ -87,6 +87,7 @@ FILES = [
         "tests": ("py",),
         "examples": ("py",),
         "csrc": ("h", "cpp", "cu"),
+        "docs": ("py",),
     }.items()
     for kind in kinds
     for file in sorted((ROOT / folder).rglob(f"*.{kind}"))

@@ -27,6 +27,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import hvd_compress
 from hvd_compress.engine.shards import is_sharded, local
@@ -381,6 +383,23 @@ def local_muon_steps():
     before = trained.weights()["head.weight"]
     trained.train(4).assert_equal_replicas()
     assert not torch.equal(before, trained.weights()["head.weight"])
+
+
+@register(CASES, once=True)
+def muon_of_shards():
+    """torch's Muon steps shards as their whole matrix, to the rounding of its bfloat16, by up to 16 collectives."""
+    mesh, data = mesh_of(2)["shard"], torch.Generator().manual_seed(0)
+    for shape in ((64, 96), (96, 64), (25, 41)):
+        weight, gradient = (torch.randn(shape, generator=data).to(DEVICE) for _ in range(2))
+        whole = torch.nn.Parameter(weight.clone())
+        shards = torch.nn.Parameter(distributed.tensor.distribute_tensor(weight, mesh, [Shard(0)]))
+        whole.grad, shards.grad = gradient, distributed.tensor.distribute_tensor(gradient, mesh, [Shard(0)])
+        torch.optim.Muon([whole], lr=0.02).step()
+        with CommDebugMode() as collectives:
+            torch.optim.Muon([shards], lr=0.02).step()
+        assert collectives.get_total_counts() <= 16, shape
+        difference, step = shards.full_tensor() - whole, whole - weight
+        assert difference.norm() < 0.1 * step.norm(), shape
 
 
 @register(CASES, once=True)
