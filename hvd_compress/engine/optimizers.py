@@ -131,7 +131,3 @@ def _after_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for reference in _watching:
         if (method := reference()) is not None:
             method.engine.optimizers.after_step(method, optimizer)
-
-
-#: The hooks of :func:`watch`.
-HOOKS = (_before_any_step, _after_any_step)

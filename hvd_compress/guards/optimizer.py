@@ -28,10 +28,7 @@ from ..engine.facts import OptimizerFacts, Traits
 
 
 def check_optimizer(facts: OptimizerFacts, traits: Traits, warn: Callable[[str], None]) -> None:
-    """Raises ``ValueError`` if the optimizer must not apply averages with these traits, and warns if it trains badly on
-    them."""
-    if traits.fixed_size:
-        _check_fixed_size(facts)
+    """Warns if the optimizer trains badly on averages with these traits."""
     if facts.ours and facts.unknown:
         warn(
             f"{facts.unknown} of the optimizer's parameters were not given to this compressor: their gradients are "
@@ -45,7 +42,8 @@ def check_optimizer(facts: OptimizerFacts, traits: Traits, warn: Callable[[str],
         )
 
 
-def _check_fixed_size(facts: OptimizerFacts) -> None:
+def check_fixed_size(facts: OptimizerFacts) -> None:
+    """Raises ``ValueError`` if the optimizer must not apply signs."""
     if facts.given is False:
         raise ValueError(
             "DistributedOptimizer was not given this compressor, so its gradients are not signs: pass compression="

@@ -1,8 +1,9 @@
 """Optimizers that step on averaged gradients: once a round, alike on all ranks, in place of local steps."""
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import unwrap
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..engine.engine import Engine
 from ..engine.hashes import hash_of
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
-from ..engine.optimizers import HOOKS, parameters_of
+from ..engine.optimizers import parameters_of
 from ..engine.shards import local
 from .common_weights import Weight, parted
 
@@ -37,8 +38,6 @@ class AveragedSteps:
     def __init__(self, optimizers: Sequence[Optimizer], weights: Sequence[Weight], engine: Engine) -> None:
         ids = {optimizer: parameters_of([optimizer]) for optimizer in optimizers}
         self._weights = {one: [w for w in weights if id(w.parameter) in held] for one, held in ids.items()}
-        #: Whether a step is in progress that moves the weights.
-        self.stepping = False
         self._hook: RemovableHandle | None = None
         self._withheld: dict[Tensor, Tensor] = {}
         # Optimizers that the user has stepped since the last round, or may have.
@@ -120,18 +119,17 @@ class AveragedSteps:
                     local(gradient).copy_(finite / mean)
                     left.append(unusable)
             parameters = [p for group in optimizer.param_groups for p in group["params"]] if weights else []
-            before, self.stepping = {p: p.grad for p in parameters}, True
+            before = {p: p.grad for p in parameters}
             try:
                 with _for_several(optimizer, gradients, calls):
                     for group, rate in zip(optimizer.param_groups, given, strict=False):
                         group["lr"] = rate
                     _give(parameters, gradients)
                     if weights:
-                        # Without its wrapper, which would tell compressors of it.
+                        # Without torch's wrapper, which calls hooks and tells compressors.
                         unwrap(type(optimizer).step, stop=lambda step: not hasattr(step, "hooked"))(optimizer)
             finally:
                 _give(parameters, before)
-                self.stepping = False
             for weight, unusable in zip(weights, left, strict=True):
                 with weight.order:
                     weight.common.copy_(weight.own)
@@ -176,7 +174,19 @@ def _give(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor | None
         p.grad = gradients.get(p)
 
 
-def _no_hook(*_: object) -> None: ...
+#: Optimizers whose step stands for several now.
+_stepping = set[Optimizer]()
+
+
+@dataclass(frozen=True)
+class _Paused:
+    """A hook that does not run in such a step. Its place in torch's dicts stays: another thread may iterate over these,
+    and its optimizer's hooks run."""
+
+    hook: Callable[..., Any]
+
+    def __call__(self, optimizer: Optimizer, *given: Any) -> Any:
+        return None if optimizer in _stepping else self.hook(optimizer, *given)
 
 
 @contextmanager
@@ -192,13 +202,11 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
     """
     settings = list[tuple[dict[str, Any], dict[str, Any]]]()
     own: list[dict[int, Any]] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    # Their places in torch's dicts stay: another thread may iterate over these, or be here.
-    every, kept = [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks], (*HOOKS, _no_hook)
-    hooked = [(hooks, {key: hook for key, hook in hooks.items() if hook not in kept}) for hooks in every]
+    for hooks in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+        hooks.update({key: _Paused(hook) for key, hook in [*hooks.items()] if not isinstance(hook, _Paused)})
     counts = {p: state["step"] for p in gradients if "step" in (state := optimizer.state.get(p, {}))}
     try:
-        for hooks, users in hooked:
-            hooks.update(dict.fromkeys(users, _no_hook))
+        _stepping.add(optimizer)
         for group in optimizer.param_groups:
             summing = group.get("momentum") if "dampening" in group else None
             factor = sum((summing or 0.0) ** number for number in range(calls))
@@ -221,5 +229,4 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
             optimizer.state[p]["step"] = steps
         for group, before in settings:  # not those that the optimizer has changed itself
             group.update(before)
-        for hooks, users in hooked:  # not those that somebody has removed or replaced meanwhile
-            hooks.update({key: hook for key, hook in users.items() if hooks.get(key) is _no_hook})
+        _stepping.discard(optimizer)

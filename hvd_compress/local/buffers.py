@@ -31,7 +31,7 @@ class Buffers:
     def __init__(self, model: torch.nn.Module, engine: Engine, label: str = "buffers") -> None:
         self._engine, levels = engine, [engine.collectives, *engine.method.shard_groups()]
         #: The ranks, one after the other, by the label of their collectives.
-        self._levels = {f"{engine.exchanges.label}.{label}.{n}": members for n, members in enumerate(levels)}
+        self._levels = {f"{engine.exchanges.label}.{label}.{n}": one for n, one in enumerate(levels) if one.size > 1}
         self._device = engine.parameters[0].device
         self._means, self._others = dict[str, Tensor](), dict[str, Tensor]()
         found = dict(model.named_buffers())

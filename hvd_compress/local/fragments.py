@@ -89,11 +89,6 @@ class Turns:
         number = self.next.number
         self.ages[number] = self._taken_back[number] = 0
 
-    def counted(self, fragment: Fragment, age: int) -> None:
-        """Notes that other ranks committed an exchange that this rank took back: its ``age`` steps are done."""
-        number = fragment.number
-        self._taken_back[number] = max(0, self._taken_back[number] - age)
-
     def take_back(self, fragment: Fragment, age: int, at_once: bool) -> None:
         """Notes that an exchange of so many steps was taken back. ``at_once``: the next one is due with the next call,
         not after an interval."""
@@ -113,9 +108,10 @@ class Turns:
         """The saved number of local steps."""
         return Entry(vars(self), "number", int, 0)
 
-    def state(self) -> Tree:
-        """The rest of the saved state."""
-        return {str(number): Entry(self.ages, number, int, low=0) for number in range(len(self.ages))}
+    def state(self, peers: bool) -> Tree:
+        """The rest of the saved state. ``peers``: also the steps of exchanges that were taken back."""
+        counts = {"": self.ages, **({" taken back": self._taken_back} if peers else {})}
+        return {f"{n}{of}": Entry(held, n, int, low=0) for of, held in counts.items() for n in range(self._count)}
 
     def _fragment(self, number: int, units: Sequence[Sequence[Weight]]) -> Fragment:
         weights = sorted((weight for unit in units for weight in unit), key=lambda weight: weight.number)

@@ -374,10 +374,9 @@ class Round:
             self._hold()
             own, self._held = self._held, {}
             self._doubt = None
-            if doubt is not None and peers.was_committed(doubt.attempt):
-                self._turns.counted(doubt.fragment, doubt.age)
-            elif doubt is not None:
+            if doubt is not None and not peers.was_committed(doubt.attempt):
                 undo(doubt.fragment.works)
+                self._turns.take_back(doubt.fragment, doubt.age, at_once=False)
                 own |= {name: own.get(name, 0.0) + uncompressed for name, uncompressed in self._progress.items()}
             self._progress.clear()
             if fresh := peers.healed and not peers.joined:  # relative to weights of its own
@@ -403,7 +402,6 @@ class Round:
                 progress, weights = self._released(sent), sent.fragment.weights
                 self._progress = {w.name: progress[w.name].clone() for w in weights if w.place is None}  # not in place
                 load(self._engine.state(), self._engine.step - 1)
-                self._turns.take_back(sent.fragment, sent.age, at_once=False)
                 self._write(weights, {})
                 self._doubt = _Doubt(sent.fragment, sent.age, peers.attempt)
         return committed

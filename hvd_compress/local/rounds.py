@@ -200,6 +200,9 @@ class Rounds(Clock):
             check_model(model, [(weight.name, weight.parameter) for weight in self._common.weights])
             chosen = Buffers(model, self._engine)
         if not self._exchanging:
+            if chosen is not None:  # a shard group has ranks, too
+                chosen.check_same()
+                chosen.exchange()
             self._common.take(self._common.ids)
             self._restarted()
             return
@@ -286,8 +289,6 @@ class Rounds(Clock):
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Raises ``ValueError`` for an optimizer that was not given here or to other local steps, or is Horovod's,
         ``RuntimeError`` if the weights were replaced."""
-        if self._averaged.stepping:
-            return
         if not self._optimizers.given(optimizer):
             if any(optimizer in other for other in _living if other is not self and not other._closed):
                 return  # of a later training of the same parameters
@@ -311,8 +312,6 @@ class Rounds(Clock):
                 self._applied.add(optimizer)
 
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
-        if self._averaged.stepping:
-            return
         self._averaged.after_step()
         if self._exchanging:
             self._averaged.refuse_counts(optimizer)
@@ -393,7 +392,7 @@ class Rounds(Clock):
             **self._guards.loaded.state(),
             "fragments": Fixed(self._settings.fragments),
             "steps": self.turns.steps(),
-            "since": self.turns.state(),
+            "since": self.turns.state(self._peers is not None),
             "in_flight": self._round.state(),
             "taken": Entry(vars(self), "_taken", bool),
             "begun": Entry(vars(self), "_begun", bool),

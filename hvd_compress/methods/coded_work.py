@@ -43,12 +43,15 @@ class CodedWork(EveryEntryWork):
         self.commit()
         super().begin(step)
 
-    def _take_sent(self) -> tuple[Any, ...]:
-        sent, self._sent = self._sent, None
-        if sent is None:
+    def accumulate(self) -> None:
+        super().accumulate()
+        self._sent = None  # now it is subtracted
+
+    def _sent_codes(self) -> tuple[Any, ...]:
+        if self._sent is None:
             return ()
-        codes, scale, _, book, kind = sent.tables
-        return codes, scale, book, kind, sent.bits
+        codes, scale, _, book, kind = self._sent.tables
+        return codes, scale, book, kind, self._sent.bits
 
     def exchange(self) -> Exchange:
         bucket, channel = self.bucket, self._channel

@@ -18,6 +18,7 @@ from ..engine.facts import OptimizerFacts, Traits
 from ..engine.method import Velocities
 from ..engine.shards import shards
 from ..engine.state import Tree
+from ..guards.optimizer import check_fixed_size
 from ..selection.schedule import Density
 from .basis import Coefficients
 from .gathering import exchanged_codec, exchanged_work
@@ -208,8 +209,10 @@ class DeMo(SparseMethod):
 
     def check_optimizer(self, facts: OptimizerFacts) -> None:
         super().check_optimizer(facts)
-        # Horovod's optimizer calls this also before there is an average.
-        if self._replacement is not None and self.engine.clock.undoable:
+        if self._replacement is None:
+            return
+        check_fixed_size(facts)
+        if self.engine.clock.undoable:  # Horovod's optimizer calls this also before there is an average
             self._replacement.received.check(self.engine)
 
 

@@ -57,9 +57,9 @@ class EveryEntryWork(Work):
         bucket = self.bucket
         starts = [self.starts.get(index, empty) for index, empty in enumerate(bucket.nothing())]
         where = bucket.table, self._channel.edges, self._table, self._squares if self.starts else None, self._invalid
-        ops.accumulate(bucket.gradients, starts, bucket.residual, *where, 1.0 / self.step.scale, *self._take_sent())
+        ops.accumulate(bucket.gradients, starts, bucket.residual, *where, 1.0 / self.step.scale, *self._sent_codes())
 
-    def _take_sent(self) -> tuple[Any, ...]:
+    def _sent_codes(self) -> tuple[Any, ...]:
         """The operator's last arguments: the codes to subtract from the residual, if it has some that were sent."""
         return ()
 

@@ -377,6 +377,27 @@ def test_hooks_do_not_run_in_the_exchange_where_a_step_calls_its_bases(own):
     assert seen == 2 * once + [each for each in once if each == "after"]
 
 
+def test_hooks_of_other_optimizers_run_meanwhile():
+    """Another thread may step one, or be in an exchange, too."""
+    one, other = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
+    seen, registers = [], (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    handles = [register(lambda optimizer, *_: seen.append(optimizer)) for register in registers]
+    with _for_several(other, {}, 2):
+        with _for_several(one, {}, 2):
+            one.step()
+            other.step()
+        assert not seen
+        one.step()
+        other.step()
+    assert seen == [one] * 2
+    other.step()
+    assert seen == [one] * 2 + [other] * 2
+    for handle in handles:
+        handle.remove()
+    one.step()
+    assert len(seen) == 4
+
+
 class Estimating(torch.optim.SGD):
     """Keeps a setting in its groups, as Prodigy, and a count if ``counts``, as Apex's FusedAdam."""
 

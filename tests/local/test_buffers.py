@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from local_workers import on_both_hosts, workers
+from local_workers import Worker, on_both_hosts, workers
 from models import equal
 from torch import nn
+
+from hvd_compress.carriers.threads import ThreadWorld
 
 
 class Odd(nn.Module):
@@ -108,3 +110,18 @@ def test_a_part_of_the_model_and_one_that_contains_it():
     world.run(lambda i: group[i].train(3))
     world.run(lambda i: group[i].local.finish(group[i].whole))
     world.run(lambda i: group[i].local.finish(group[i].model.norm))
+
+
+def test_a_single_replica_has_one_value_in_its_shard_group():
+    """There is nothing to exchange but buffers."""
+    shards, group = ThreadWorld(2, ordered=True), [Worker(ThreadWorld(1), 0, period=2) for _ in range(2)]
+    for rank, worker in enumerate(group):
+        worker.compression.shard_groups = lambda rank=rank: [shards.collectives(rank)]
+        worker.model.norm.register_buffer("pointer", torch.tensor(rank))
+        statistics = nn.BatchNorm1d(3, affine=False)
+        statistics.running_mean.fill_(rank)
+        worker.model.norm.add_module("statistics", statistics)
+        worker.train(3)
+    shards.run(lambda i: group[i].local.finish(group[i].model.norm))
+    for worker in group:
+        assert worker.model.norm.pointer == 0 and worker.model.norm.statistics.running_mean.eq(0.5).all()

@@ -190,6 +190,20 @@ def test_warns_of_clipped_signs(orthogonal: bool) -> None:
         optimizers[1].step()
 
 
+def test_an_optimizer_that_does_not_fit_is_an_error_before_the_warning_of_clipped_signs() -> None:
+    world, ranks = replicas(2, DeMo)
+    random_steps(world, ranks, range(1))
+    torch.nn.utils.clip_grad_norm_(ranks[0].model.parameters(), 1.0)
+    optimizer = torch.optim.SGD(ranks[0].model.parameters(), lr=0.1, momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="momentum would count twice"):
+            optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.0
+    with pytest.warns(UserWarning, match="signs after the exchange, and their largest entry is 0.0"):
+        optimizer.step()
+
+
 def test_no_warning_before_the_exchange() -> None:
     """Horovod's optimizer begins its step with this rank's own gradients, and a job that is resumed has steps."""
     world, ranks = replicas(2, DeMo)

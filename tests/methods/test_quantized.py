@@ -5,10 +5,10 @@ from functools import partial
 import gradient_errors
 import pytest
 import torch
-from harness import replicas, together
+from harness import random_steps, replicas, residuals, together
 from models import gradients
 
-from hvd_compress import Quantized
+from hvd_compress import Quantized, ops
 from hvd_compress.codecs.coded_ring import CodedRing
 from hvd_compress.codecs.packed import WideLloyd
 
@@ -33,6 +33,22 @@ def test_gaussian_gradients_have_the_error_of_lloyd_max(bits, most):
     # Max 1960: the squared error of 2**bits levels. One encoding has at least about this; two at most about twice.
     lloyd_max = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499, 6: 6.4e-4, 7: 1.63e-4, 8: 4.1e-5}[bits]
     assert 0.95 * lloyd_max**0.5 < relative_error(bits, grad) < most
+
+
+def test_what_was_sent_is_subtracted_once_also_if_an_operator_fails_before(monkeypatch):
+    def fail(*_):
+        raise OSError
+
+    found = []
+    for fails in (False, True):
+        world, ranks = replicas(2, Quantized)
+        random_steps(world, ranks, range(3))
+        if fails:
+            with monkeypatch.context() as broken, pytest.raises(OSError):
+                broken.setattr(ops, "accumulate", fail)
+                random_steps(world, ranks, range(3, 4))
+        found.append([residual for rank in ranks for residual in residuals(rank).values()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_rows_of_different_size_do_not_share_a_scale():

@@ -420,6 +420,43 @@ def test_a_state_in_flight_is_loaded_by_another_peer():
     check_equal([peer, other])
 
 
+def saved_after(peer, fault, times):
+    """What a peer saves when its rounds have failed so often in a row."""
+    saved = []
+
+    def until_failed(member):
+        peer.train_until(4)
+        failed = "in doubt" if fault[0] == "unsure" else "failed"
+        member.faults = {member.attempts + n + 1: fault for n in range(times)}
+        while member.results[-times:] != [failed] * times:
+            peer.local_step(peer.steps)
+            peer.steps += 1
+            peer.local.step()
+        saved.append(copy.deepcopy(peer.saved()))
+
+    peer.member._lighthouse.run([peer.member], until_failed)
+    return saved[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"period": 4, "fragments": 2}, IN_FLIGHT], ids=str)
+def test_a_state_has_the_calls_of_rounds_that_were_taken_back(options):
+    """The next round's mean gradient and rate are of these, too."""
+    made = dict(make=partial(torch.optim.AdamW, lr=0.01), **options)
+    (peer,), (other,) = (begin("quantized", peer=Averaged, count=1, **made)[1].values() for _ in range(2))
+    other.resume(saved_after(peer, ("lost", 1), 2))
+    other.steps, other.member.step = peer.steps, peer.member.step
+    for one in (peer, other):
+        one.member._lighthouse.run([one.member], lambda member, one=one: one.train_until(8))
+    check_equal([peer, other])
+    assert all(torch.equal(a, b) for a, b in zip(peer.seen[8], other.seen[8], strict=True))
+
+
+def test_a_state_in_doubt_counts_no_calls_of_gradients_that_it_does_not_have():
+    (peer,), (other,) = (begin("dense", peer=Averaged, count=1)[1].values() for _ in range(2))
+    other.resume(saved_after(peer, ("unsure", None), 1))
+    assert other.local._rounds.turns.age == 0 and not any(w.sums.any() for w in other.summed())
+
+
 def test_a_peer_that_joins_has_the_weights_of_the_others_and_no_gradients_of_its_own():
     """Also if the Manager heals nothing but the compressor, and before each fragment has had its turn."""
     options = dict(make=partial(torch.optim.AdamW, lr=0.01), period=4, fragments=2)
