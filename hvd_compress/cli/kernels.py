@@ -70,22 +70,22 @@ class Kernels:
                 return Measured(copies, sent, 2 * (ranks - 1))
             compressed = sum(map(math.prod, self._compressed))
             uncompressed = ring_bytes("allreduce", known.width * (self._total - compressed), ranks)
-            one = self._exchange(known, ranks) if self._model else Measured(0.0, 0.0, known.trips)
-            seconds = copies * (1 if per_node == 1 else 2) + one.seconds / per_node
-            return Measured(seconds, one.bytes + uncompressed, known.trips)
+            work, sent = self._exchange(known, ranks) if self._model else (0.0, 0.0)
+            seconds = copies * (1 if per_node == 1 else 2) + work / per_node
+            return Measured(seconds, sent + uncompressed, known.trips)
         finally:
             torch.set_num_threads(threads)
 
-    def _exchange(self, method: Method, ranks: int) -> Measured:
+    def _exchange(self, method: Method, ranks: int) -> tuple[float, float]:
+        """The seconds and the bytes of all compressed tensors."""
         if not method.gathers or ranks <= MOST_RANKS:
             return self._run(method, ranks)
-        few, half = self._run(method, MOST_RANKS), self._run(method, MOST_RANKS // 2)
-        growth = max(0.0, few.seconds - half.seconds) / (MOST_RANKS - MOST_RANKS // 2)
-        more = (ranks - 1) / (MOST_RANKS - 1)
-        return Measured(few.seconds + growth * (ranks - MOST_RANKS), more * few.bytes, few.trips)
+        (few, sent), (half, _) = self._run(method, MOST_RANKS), self._run(method, MOST_RANKS // 2)
+        growth = max(0.0, few - half) / (MOST_RANKS - MOST_RANKS // 2)
+        return few + growth * (ranks - MOST_RANKS), sent * (ranks - 1) / (MOST_RANKS - 1)
 
-    def _run(self, method: Method, ranks: int) -> Measured:
-        """Runs the compressor on the sample. Returns the figures of all compressed tensors: the median time of a step,
+    def _run(self, method: Method, ranks: int) -> tuple[float, float]:
+        """Runs the compressor on the sample. Returns, scaled to all compressed tensors, the median seconds of a step,
         and the bytes of the last one."""
         mirror, found = Mirror(ranks, time.thread_time), list[float]()
         assert self._model is not None
@@ -101,7 +101,7 @@ class Kernels:
             found.append(time.thread_time() - begin - (mirror.seconds - idle))
         payloads = compression.stats()["last"]["wire_bytes"]
         more = sum(map(method.size, self._compressed)) / sum(map(method.size, self._sample))
-        return Measured(statistics.median(found[WARMUP:]) * self._factor, payloads * more, method.trips)
+        return statistics.median(found[WARMUP:]) * self._factor, payloads * more
 
 
 def _copies(size: int, method: str) -> float:

@@ -52,21 +52,22 @@ class Horovod:
         return list(model.parameters())
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return self._result(
-            self._hvd.allreduce_async(tensor, name=f"sum.{tensor.dtype}.{tensor.numel()}", op=self._hvd.Sum)
-        )
+        name = f"sum.{tensor.dtype}.{tensor.numel()}"
+        total: Tensor = waited(self._hvd, self._hvd.allreduce_async(tensor, name=name, op=self._hvd.Sum))
+        return total
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Not by ``allgather_object()``, which keeps a core busy."""
+        """Every rank's value, in rank order. By tensors: Horovod's ``allgather_object()`` keeps a core busy, torch's
+        ``all_gather_object()`` needs NumPy, which torch does not require."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        own = torch.tensor([mine.numel()], dtype=torch.int64, device="cpu")
-        sizes = self._result(self._hvd.allgather_async(own, name="gather.sizes"))
-        parts = torch.split(self._result(self._hvd.allgather_async(mine, name="gather")), sizes.tolist())
-        return [pickle.loads(bytes(part.tolist())) for part in parts]
+        sizes = [int(n) for n in self._allgather(torch.tensor([mine.numel()], dtype=torch.int64, device="cpu"))]
+        parts = self._allgather(nn.functional.pad(mine, (0, max(sizes) - mine.numel())))
+        return [pickle.loads(bytes(part[:n].tolist())) for part, n in zip(parts, sizes, strict=True)]
 
-    def _result(self, handle: int) -> Tensor:
-        result: Tensor = waited(self._hvd, handle)
-        return result
+    def _allgather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, of one shape, in rank order."""
+        handle = self._hvd.allgather_async(tensor[None], name=f"gather.{tensor.dtype}")
+        return list(waited(self._hvd, handle))
 
     def close(self, status: int = 0) -> None:
         """Leaves the job and ends the process."""
@@ -113,16 +114,11 @@ class Ddp(Horovod):
         self._dist.all_reduce(total)
         return total.to(tensor.device)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Gathers by tensors: ``all_gather_object()`` needs NumPy, which torch does not require."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
-        self._dist.all_gather(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device=self._device))
-        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=self._device)
-        padded[: mine.numel()] = mine
-        parts = [torch.empty_like(padded) for _ in sizes]
-        self._dist.all_gather(parts, padded)
-        return [pickle.loads(bytes(part[: int(n)].tolist())) for part, n in zip(parts, sizes, strict=True)]
+    def _allgather(self, tensor: Tensor) -> list[Tensor]:
+        own = tensor.to(self._device)
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        self._dist.all_gather(parts, own)
+        return parts
 
     def round_trips(self) -> list[float]:
         """The median seconds of the smallest message to each higher rank and back. All ranks call it: in each turn,
@@ -171,13 +167,6 @@ class LocalRank:
         common = list(self._local.state_dict()["local_steps"]["common"].values())
         self._local.finish(model)
         return [*common, *model.parameters()]
-
-
-def nodes_of(ranks: int, per_node: int) -> int | bool:
-    """The argument ``nodes`` of a compressor, for nodes of ``per_node`` ranks, which must all be full."""
-    if ranks % per_node:
-        raise ValueError(f"{ranks} ranks are no full nodes of {per_node}")
-    return ranks // per_node if per_node > 1 else False
 
 
 def start(host: str, device: str = "cpu", nodes: bool = False) -> Horovod:

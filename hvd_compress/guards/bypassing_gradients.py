@@ -16,7 +16,6 @@ Cure: wrap the model again after layers are unfrozen; an optimizer of their own 
 
 import weakref
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.engine import Engine
@@ -25,35 +24,24 @@ from ..engine.shards import local
 
 
 class Stepped:
-    """The optimizers that have stepped: ``ever``, and since the last average the parameter lists of those that did,
-    ``now``, by id: the optimizers may no longer exist."""
+    """The parameters of optimizers that have stepped, by id: ``now``, since the last average."""
 
     def __init__(self) -> None:
-        self.ever, self.now = weakref.WeakSet[Optimizer](), dict[int, list[Tensor]]()
-        self._ids: tuple[set[int], set[int]] | None = None
+        self.now, self._optimizers = set[int](), weakref.WeakSet[Optimizer]()
 
     def add(self, optimizer: Optimizer) -> None:
         """Called when an optimizer has stepped."""
-        self.ever.add(optimizer)
-        self.now.update((id(group["params"]), group["params"]) for group in optimizer.param_groups)
-        self._ids = None
+        self._optimizers.add(optimizer)
+        self.now |= parameters_of([optimizer])
 
     def restart(self) -> None:
         """Called when there is a new average."""
         self.now.clear()
-        self._ids = None  # groups may be added
 
     @property
-    def ids_now(self) -> set[int]:
-        """The ids of the parameters of the optimizers that have stepped since the last average."""
-        return {id(p) for parameters in self.now.values() for p in parameters}
-
-    @property
-    def ids(self) -> tuple[set[int], set[int]]:
-        """:attr:`ids_now`, and those of the optimizers that have ever stepped."""
-        if self._ids is None:
-            self._ids = self.ids_now, parameters_of(self.ever)
-        return self._ids
+    def ever(self) -> set[int]:
+        """The parameters of optimizers that have ever stepped, and exist."""
+        return parameters_of(self._optimizers)
 
 
 class Arrivals:
@@ -69,9 +57,8 @@ class Arrivals:
     def begin(self) -> None:
         """Called when a step begins."""
         self._may_be_bypassed = False
-        stepped = self._stepped.ids_now
-        for number, parameter in enumerate(self._engine.parameters if stepped else ()):
-            if id(parameter) in stepped:
+        for number, parameter in enumerate(self._engine.parameters):
+            if id(parameter) in self._stepped.now:
                 self.passed[number] = False
 
     def bypassed_by(self, optimizer: Optimizer) -> bool:
@@ -85,10 +72,8 @@ class Arrivals:
     def over(self, optimizer: Optimizer) -> bool:
         """Whether all parameters of this optimizer have been stepped, or skipped, since the last average: another step
         then applies gradients that were not passed in. Ask only while there is an average."""
-        if not self._stepped.now:
-            return False
         held = parameters_of([optimizer]).intersection(map(id, self._engine.parameters))
-        return held <= self._stepped.ids_now
+        return bool(self._stepped.now) and held <= self._stepped.now
 
     def bypassing(self, optimizer: Optimizer) -> list[str]:
         """The names of parameters whose gradients the optimizer applies with the last average, though they have not

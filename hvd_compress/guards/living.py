@@ -1,7 +1,6 @@
 """The objects of a class that exist in this process, for models and optimizers that nobody tells a compressor of."""
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 from ..engine.owner import in_use
@@ -13,11 +12,7 @@ def living(kind: type) -> list[Any]:
     Objects refer to their classes. Never by ``gc.get_objects()``: it would hold what other threads are making, and a
     tuple that is held while it is made ends in a ``SystemError`` there.
     """
-    return in_use(lambda: [found for found in gc.get_referrers(*_classes(kind)) if issubclass(type(found), kind)])
-
-
-def _classes(kind: type) -> Iterator[type]:
-    yield kind
-    derived: type
-    for derived in type.__subclasses__(kind):
-        yield from _classes(derived)
+    classes = [kind]
+    for known in classes:  # grows meanwhile
+        classes += type.__subclasses__(known)
+    return in_use(lambda: [found for found in gc.get_referrers(*classes) if issubclass(type(found), kind)])

@@ -8,6 +8,18 @@ Message: `momentum would count twice: DeMo has one of its own`, `its gradients a
     signs`, `so their gradients are not signs` …
 Cure: `torch.optim.SGD` without momentum, of exactly the parameters of the compressor; AdamW in one process
 
+People: give momentum to the optimizer and to the compressor; let a schedule (OneCycleLR) set it after
+    `take_momentum()`.
+Cost: momentum counts twice.
+Message: `momentum would count twice: … in this compressor` …
+Cure: `compression.take_momentum(optimizer)` in place of `momentum=`; `cycle_momentum=False` of the schedule
+
+People: take the momentum with one process, of an optimizer with other parameters, or where Horovod was not given the
+    compressor.
+Cost: parameters train without momentum.
+Message: `momentum would be lost`, `and would lose their momentum`, `this compressor has the momentum, but` …
+Cure: all of the optimizer's named parameters for the compressor; `compression=` of Horovod's optimizer
+
 People: use Adam with a method that sends few entries in a step.
 Cost: it trains badly: an entry that has waited arrives as one burst.
 Message: `Adam trains badly on sparse gradients` …
@@ -21,10 +33,11 @@ Cure: all named parameters of the model that is trained
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch.optim import Adam
 
-from ..engine.facts import OptimizerFacts, Traits
+from ..engine.facts import OptimizerFacts, Traits, momentum_of
 
 
 def check_optimizer(facts: OptimizerFacts, traits: Traits, warn: Callable[[str], None]) -> None:
@@ -64,6 +77,38 @@ def check_fixed_size(facts: OptimizerFacts) -> None:
             f"momentum would count twice: DeMo has one of its own, and {type(facts.optimizer).__name__} one of "
             f"{facts.momentum:g}; use torch.optim.SGD(parameters, lr, weight_decay=...) without momentum, with the "
             "learning rate of AdamW"
+        )
+
+
+def check_momentum(facts: OptimizerFacts, value: float, groups: list[dict[str, Any]]) -> None:
+    """Raises ``ValueError`` if momentum that is in the compressor, its ``value``, would be lost or counted twice.
+    ``groups``: of the optimizer, with parameters that have it."""
+    if facts.given is False:
+        raise ValueError(
+            "this compressor has the momentum, but DistributedOptimizer was not given it: pass compression="
+        )
+    if not facts.active:
+        raise ValueError(
+            "momentum would be lost: with one process, Horovod calls no compressor; give it to the optimizer, set "
+            "momentum=0 here, and call compression.take_momentum(optimizer), which then leaves it there"
+        )
+    if groups and facts.ours:
+        check_complete(facts.unknown)
+    for group in groups:
+        if own := momentum_of(group):
+            raise ValueError(
+                f"momentum would count twice: {value:g} in this compressor and {own:g} in "
+                f"{type(facts.optimizer).__name__}; set the optimizer's to 0, or call "
+                "compression.take_momentum(optimizer) before training instead of momentum="
+            )
+
+
+def check_complete(unknown: int) -> None:
+    """Raises ``ValueError`` if parameters of an optimizer would lose their momentum."""
+    if unknown:
+        raise ValueError(
+            f"{unknown} of the optimizer's parameters were not given to this compressor and would lose their "
+            "momentum: give it all of the optimizer's named parameters"
         )
 
 

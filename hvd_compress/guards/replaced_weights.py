@@ -9,7 +9,6 @@ Message: `the weights have changed` …, `some weights have changed` …
 Cure: [`local.take_weights()`](local_steps.md#what-to-know) on all ranks after it
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -44,55 +43,51 @@ class ReplacedWeights:
     """
 
     def __init__(self, parameters: Sequence[Tensor], warn: Callable[[str], None]) -> None:
-        self._parameters, self._warn = parameters, warn
-        owns = [local(p).detach() for p in parameters]
+        self._warn = warn
+        owns = [(p, local(p)) for p in parameters]
         # One sample must not lie on several devices.
-        device = next((own.device for own in owns if not own.is_cpu), torch.device("cpu"))
-        dense = [n for n, own in enumerate(owns) if own.numel() and is_dense(own) and own.device == device]
-        large = [n for n in dense if owns[n].numel() >= _ENTRIES]
-        self._probes, self._entries = spread(large or dense, _PROBES), _ENTRIES if large else 1
+        device = next((own.device for _, own in owns if not own.is_cpu), torch.device("cpu"))
+        dense = [p for p, own in owns if own.numel() and is_dense(own) and own.device == device]
+        large = [p for p in dense if local(p).numel() >= _ENTRIES]
+        chosen, self._entries = large or dense, _ENTRIES if large else 1
+        self._probes = [chosen[number] for number in spread(range(len(chosen)), _PROBES)]
         #: Whether a look at the samples waits for nobody.
         self.free = device.type == "cpu"
-        least = [max(_LEAST, _ROUNDING * torch.finfo(owns[n].dtype).eps) for n in self._probes]
+        least = [max(_LEAST, _ROUNDING * torch.finfo(p.dtype).eps) for p in self._probes]
         self._rounding = torch.tensor(least, dtype=torch.float32, device=device)
-        #: By weight, its version counters, and by probe its samples, (probes, entries); None while there is nothing to
-        #: compare with.
-        self._counters: list[tuple[int, int]] | None = None
+        #: By probe, its samples, (probes, entries), or None while there is nothing to compare with; and its version
+        #: counters.
         self._samples: Tensor | None = None
-        # By optimizer, the weights and the probes that it holds, as places in these.
-        self._held = weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]]()
+        self._counters: list[tuple[int, int]] = []
         #: By place in the loop, whether the weights have changed there in every step so far.
         self._usual: dict[str, bool] = {}
 
     def note(self) -> None:
         """The weights are as they should be."""
-        self._counters = [self._counter(number) for number in range(len(self._parameters))]
-        self._samples = self._sampled(self._probes)
+        self._counters, self._samples = list(map(_counter, self._probes)), self._sampled(self._probes)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Notes that the weights of an optimizer are as its step has left them."""
-        if self._counters is None or self._samples is None:
+        if self._samples is None:
             self.note()
             return
-        if (held := self._held.get(optimizer)) is None:
-            ids = parameters_of([optimizer])
-            mine = [number for number, p in enumerate(self._parameters) if id(p) in ids]
-            held = self._held[optimizer] = mine, [row for row, n in enumerate(self._probes) if n in set(mine)]
-        for number in held[0]:
-            self._counters[number] = self._counter(number)
-        if held[1]:
-            self._samples[held[1]] = self._sampled([self._probes[row] for row in held[1]])
+        held = parameters_of([optimizer])
+        rows = [row for row, probe in enumerate(self._probes) if id(probe) in held]
+        for row in rows:
+            self._counters[row] = _counter(self._probes[row])
+        if rows:
+            self._samples[rows] = self._sampled([self._probes[row] for row in rows])
 
     def clear(self) -> None:
         """The next weights are compared with nothing."""
-        self._counters = self._samples = None
+        self._samples = None
 
     def check(self, place: str, routine: bool = True) -> None:
         """Raises ``RuntimeError`` if the weights were replaced since :meth:`note`, unless they have always changed at
         this place of the loop. ``routine``: whether every step comes to this place. Synchronises a GPU if version
         counters have moved."""
         share, usual = self.changed(), self._usual.get(place, routine)
-        if routine and self._counters is not None:
+        if routine and self._samples is not None:
             self._usual[place] = usual and share > 0.0
         if share > 0.5 and not usual:
             raise RuntimeError(
@@ -112,7 +107,9 @@ class ReplacedWeights:
     def changed(self) -> float:
         """The share of the samples that have changed since :meth:`note`. Synchronises a GPU as :meth:`check`."""
         before = self._samples
-        if before is None or not self._probes or not (self.free or self._moved()):
+        if before is None or not self._probes:
+            return 0.0
+        if not self.free and self._counters == list(map(_counter, self._probes)):
             return 0.0
         now = self._sampled(self._probes)
         if torch.equal(now, before):
@@ -122,17 +119,13 @@ class ReplacedWeights:
         size = torch.where(before.isfinite(), before, 0.0).norm(dim=1)
         return float((~(moved <= self._rounding * size)).float().mean())
 
-    def _moved(self) -> bool:
-        counters = self._counters or []
-        return any(counter != self._counter(number) for number, counter in enumerate(counters))
-
-    def _counter(self, number: int) -> tuple[int, int]:
-        """A DTensor and its shard count apart."""
-        parameter = self._parameters[number]
-        return parameter._version, local(parameter)._version
-
-    def _sampled(self, probes: Sequence[int]) -> Tensor:
+    def _sampled(self, probes: Sequence[Tensor]) -> Tensor:
         """Float32, (probes, entries)."""
-        owns, count = [local(self._parameters[number]).detach() for number in probes], self._entries
+        owns, count = [local(probe).detach() for probe in probes], self._entries
         rows = [own.as_strided((count,), (own.numel() // count,)) for own in owns]
         return torch.stack(rows).float() if rows else torch.zeros((0, count), dtype=torch.float32, device="cpu")
+
+
+def _counter(parameter: Tensor) -> tuple[int, int]:
+    """A DTensor and its shard count apart."""
+    return parameter._version, local(parameter)._version

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from ..engine.engine import Engine
-from ..engine.optimizers import parameters_of
 from ..engine.shards import local
 from ..engine.spread import PROBES, spread
 from .bypassing_gradients import Stepped
@@ -110,17 +109,17 @@ class ReturnedAverages:
         """A gradient of parameter ``number`` arrives, and the average is no longer in ``.grad``."""
         written, parameter = self._written.pop(number), self._parameters[number]
         if written is not None and not self._steppers.now:
-            self.zeroed |= id(parameter) in parameters_of(self._steppers.ever)
+            self.zeroed |= id(parameter) in self._steppers.ever
 
     def _remains(self, number: int, grad: Tensor) -> bool:
         """Whether the average is still in the gradient. Synchronises a GPU, but not if an optimizer has stepped and the
         gradient was zeroed."""
-        held, trained = self._steppers.ids
-        if id(self._parameters[number]) in held:
+        own = id(self._parameters[number])
+        if own in self._steppers.now:
             applied, version = self._applied.get(number, (None, 0))
             if applied is None or applied() is not grad or grad._version != version:
                 return False
-        elif trained and id(self._parameters[number]) not in trained:  # no optimizer applies its gradients
+        elif (ever := self._steppers.ever) and own not in ever:  # no optimizer applies its gradients
             return False
         return bool(local(grad).any())
 

@@ -14,7 +14,6 @@ such a pass are kept apart and added to those of the module's next pass that is 
 """
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -90,17 +89,17 @@ def register_fsdp_hooks(model: torch.nn.Module, compression: Any) -> "FSDPHooks"
 class FSDPHooks:
     """The handle of :func:`register_fsdp_hooks`. Keeps nothing alive."""
 
-    def __init__(self, registration: "_Registration") -> None:
-        self._registration = weakref.ref(registration)
+    def __init__(self, host: "FSDPHost") -> None:
+        self._host = weakref.ref(host)
 
     def remove(self) -> None:
         """Takes the hooks away: FSDP reduces as before them, and calls an all-reduce hook that was there again. What
         ``set_requires_all_reduce(False)`` has kept apart is dropped. The compressor may be registered again. Does
         nothing if the hooks were removed already. All ranks must call it. Raises ``RuntimeError`` inside a backward
         pass."""
-        registration = self._registration()
-        if registration is not None:
-            registration.host.remove(registration)
+        host = self._host()
+        if host is not None and host.handle is self:
+            host.remove()
 
 
 class FSDPHost(TorchHost):
@@ -116,7 +115,10 @@ class FSDPHost(TorchHost):
 
     def __init__(self, engine: Engine, grad_scaler: GradScaler | None) -> None:
         super().__init__(engine, grad_scaler)
-        self._registered: _Registration | None = None
+        #: The handle of what is registered now, and the modules and hooks.
+        self.handle: FSDPHooks | None = None
+        self.modules = list[Any]()
+        self._module_hooks, self._parameter_hooks = list[ModuleHook](), list[RemovableHandle]()
         #: The backward pass of the step in progress, or None.
         self._backward: int | None = None
         #: By parameter: its gradient before the backward pass, and the one that is being averaged.
@@ -138,7 +140,7 @@ class FSDPHost(TorchHost):
         engine, modules = self._engine, [module for _, module in sharded_modules(model)]
         if not modules:
             raise ValueError("no module is sharded: call fully_shard() on the model's blocks and on the model before")
-        if self._registered is not None:
+        if self.handle is not None:
             raise ValueError(
                 "this compressor is registered already: build one compressor for each model, or call remove() of what "
                 "register_fsdp_hooks() has returned"
@@ -154,7 +156,7 @@ class FSDPHost(TorchHost):
                     f"a {type(module).__name__} has several groups of parameters: give all parameters of a module one "
                     "mesh (shard_placement_fn=)"
                 )
-        others = cast(list[_Registration], remembered(modules))
+        others = [cast(FSDPHost, method.clock) for method in remembered(modules)]
         for other in others:
             if not {*map(id, other.modules)} <= {*map(id, modules)}:
                 raise ValueError(
@@ -164,28 +166,37 @@ class FSDPHost(TorchHost):
         self.take_from("FSDP2's hooks")
         averages = self._average_inside()
         for other in others:
-            other.host.remove(other)
+            other.remove()
         self._attach()
-        this, registered = weakref.ref(self), _Registration(self, engine.method, modules)
         for module in modules:
-            registered.add_module(module, self._reduced, not averages)
+            for group in groups_of(module):
+                if all(hook.group is not group for hook in self._module_hooks):
+                    self._module_hooks.append(ModuleHook(module, group, self._reduced, not averages))
+        this = weakref.ref(self)
         for name, p in {id(p): (name, p) for name, p in named}.values():
             if p.is_floating_point() or p.is_complex():  # others cannot be trained
-                registered.add_parameter(p, _ParameterHook(this, name, numbers.get(id(p)), p.requires_grad))
-        remember(modules, registered)
-        self._registered = registered
-        return FSDPHooks(registered)
+                hook = _ParameterHook(this, name, numbers.get(id(p)), checked=p.requires_grad)
+                p.requires_grad_()
+                self._parameter_hooks.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                p.requires_grad_(hook.checked)
+        remember(modules, engine.method)
+        self.handle, self.modules = FSDPHooks(self), modules
+        return self.handle
 
-    def remove(self, registration: "_Registration") -> None:
+    def remove(self) -> None:
         """See :meth:`FSDPHooks.remove`."""
         refuse_inside_backward("remove()")
         with self._engine.entered:
             if self._backward is not None:  # one that has failed
                 self._reset()
             self._partial.clear()
-            registration.remove()
-            remember(registration.modules, None)
-            self._registered, self._hook, self.source, self.detached = None, None, None, True
+            for hook in self._module_hooks:
+                hook.remove()
+            for handle in self._parameter_hooks:
+                handle.remove()
+            remember(self.modules, None)
+            self.modules, self._module_hooks, self._parameter_hooks = [], [], []
+            self.handle, self._hook, self.source, self.detached = None, None, None, True
 
     def begin_loop(self) -> None:
         for name, p in zip(self._engine.names, self._engine.parameters, strict=True):
@@ -231,18 +242,16 @@ class FSDPHost(TorchHost):
                 "hvd_compress does not support a backward pass inside another one with FSDP: checkpoint with "
                 "use_reentrant=False"
             )
-        assert self._registered is not None
-        hooks = self._registered.hooks
-        for hook in hooks:
+        for hook in self._module_hooks:
             if hook.replaced:
                 raise RuntimeError(f"{hook.name}: {_REPLACED}")
         if self._backward is not None:
             self._failed(self._backward)
-        for hook in hooks:
+        for hook in self._module_hooks:
             if hook.discarded:
                 self._clear_kept(hook)
         self._backward = backward
-        self._deferred = any(hook.reduces_unused for hook in hooks)
+        self._deferred = any(hook.reduces_unused for hook in self._module_hooks)
         for number, p in enumerate(self._engine.parameters):
             if is_sharded(p) and p.grad is not None:
                 self._before[number], p.grad = p.grad, None
@@ -297,7 +306,7 @@ class FSDPHost(TorchHost):
                     local(earlier).add_(local(grad))
             for hook in self._exchanged:
                 hook.kept.clear()
-            for hook in cast(_Registration, self._registered).hooks:
+            for hook in self._module_hooks:
                 hook.keep()
             self._clear()
 
@@ -313,7 +322,7 @@ class FSDPHost(TorchHost):
         self.reset()
         for number in {*self._before, *self._grads, *self._apart}:
             self._engine.parameters[number].grad = self._before.get(number)
-        for hook in self._registered.hooks if self._registered is not None else ():
+        for hook in self._module_hooks:
             self._clear_kept(hook)
         self._clear()
 
@@ -329,32 +338,6 @@ class FSDPHost(TorchHost):
         self._before, self._grads, self._apart = {}, {}, {}
         self._exchanged.clear()
         self._streams.clear()
-
-
-class _Registration:
-    """The hooks of a compressor on a model. It lives as long as the model, and keeps the compressor."""
-
-    def __init__(self, host: FSDPHost, method: object, modules: list[Any]) -> None:
-        self.host, self.modules, self._method = host, modules, method
-        self.hooks: list[ModuleHook] = []
-        self._handles: list[RemovableHandle] = []
-
-    def add_module(self, module: Any, reduced: Callable[[ModuleHook], None], sums: bool) -> None:
-        for group in groups_of(module):
-            if not any(hook.group is group for hook in self.hooks):
-                self.hooks.append(ModuleHook(module, group, reduced, sums))
-
-    def add_parameter(self, parameter: torch.nn.Parameter, hook: "_ParameterHook") -> None:
-        trained = parameter.requires_grad
-        parameter.requires_grad_()
-        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        parameter.requires_grad_(trained)
-
-    def remove(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        for handle in self._handles:
-            handle.remove()
 
 
 @dataclass(frozen=True, eq=False)

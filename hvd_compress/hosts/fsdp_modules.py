@@ -75,13 +75,13 @@ class ModuleHook:
             self._module.set_force_sum_reduction_for_comms(self._summed)
 
 
-def remember(modules: Iterable[Any], registration: object) -> None:
-    """Keeps an object as long as the modules exist, in place of the last one; None for none."""
+def remember(modules: Iterable[Any], compression: object) -> None:
+    """Keeps a compressor as long as the modules exist, in place of the last one; None for none."""
     for module in modules:
-        cast(Any, module._get_fsdp_state())._hvd_compress = registration
+        cast(Any, module._get_fsdp_state())._hvd_compress = compression
 
 
 def remembered(modules: Iterable[Any]) -> list[Any]:
-    """The objects that :func:`remember` has given the modules, each once."""
+    """The compressors that :func:`remember` has given the modules, each once."""
     found = (getattr(module._get_fsdp_state(), "_hvd_compress", None) for module in modules)
     return list({id(each): each for each in found if each is not None}.values())

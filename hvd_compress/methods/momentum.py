@@ -16,8 +16,7 @@ from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts
 from ..engine.shards import local
 from ..engine.state import Fixed, Tree
-from ..guards.momentum import check_complete, check_momentum
-from ..guards.optimizer import check_passed
+from ..guards.optimizer import check_complete, check_momentum, check_passed
 from .sparse_work import SparseWork
 
 

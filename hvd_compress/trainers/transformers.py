@@ -72,8 +72,7 @@ class TransformersCallback(Trained, TrainerCallback):
         if control.should_training_stop:
             self.training.average()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self.on_step_end(args, state, control)
+    on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         logs = others["logs"]
