@@ -6,7 +6,7 @@
 #   PYTHON=python3.12 setup.sh                  another interpreter
 #   CXX=clang++ setup.sh                        another compiler (HVD_COMPRESS_CUDA, CUDA_HOME: see setup.py)
 #   HVD_COMPRESS_TORCH=torch==2.14.1 setup.sh   another torch than constraints.txt has (a CUDA build, say)
-#   HOROVOD_GPU_OPERATIONS=NCCL setup.sh        Horovod built so; likewise its other variables for building
+#   HOROVOD_GPU_OPERATIONS=NCCL setup.sh        Horovod built so; likewise HOROVOD_NCCL*, _CUDA*, _ROCM*, _WITH*
 set -euo pipefail
 case "$*" in
   '') level=test ;;
@@ -20,8 +20,8 @@ cache=${XDG_CACHE_HOME:-${HOME:?is not set, nor is XDG_CACHE_HOME: there is no p
 interpreter=${PYTHON:-$(cat .venv/.python 2>/dev/null || true)}
 torch=${HVD_COMPRESS_TORCH:-$(cat .venv/.torch 2>/dev/null || true)}
 python=${interpreter:-python3}
-options=$(env | grep -E '^HOROVOD_(GPU|NCCL|CUDA|ROCM|CPU|WITH|BUILD)' | sort || cat .venv/.horovod 2>/dev/null || true)
-while read -r option; do [[ ! $option ]] || export "${option?}"; done <<<"$options"
+while read -r kept; do [[ ! $kept || -v ${kept%%=*} ]] || export "${kept?}"; done < <(cat .venv/.horovod 2>/dev/null)
+options=$(env | grep -E '^HOROVOD_(GPU|NCCL|CUDA|ROCM|WITH)' | sort || true)
 # One compiler for Horovod and for the package.
 [[ ${CXX:-} ]] || CXX=$(command -v c++ >/dev/null && echo c++ || echo g++)
 export CXX

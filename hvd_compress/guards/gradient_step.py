@@ -11,7 +11,7 @@ from ..engine.engine import Engine
 from ..engine.facts import OptimizerFacts
 from .averaging import was_given
 from .bypassing_gradients import Arrivals, Stepped
-from .optimizer import check_holds_some, check_optimizer
+from .optimizer import check_fixed_size, check_holds_some, check_optimizer
 from .returned_averages import ReturnedAverages
 from .same_weights import SameWeights
 from .zeroed_averages import ZeroedAverages
@@ -89,6 +89,8 @@ class StepGuards:
         ours, unknown = given is True or not host.single, engine.optimizers.unknown(optimizer)
         bypassing = partial(self._arrivals.bypassing, optimizer) if undoable else list
         facts = OptimizerFacts(optimizer, given, ours, active, unknown, bypassing)
+        if engine.method.traits.fixed_size:
+            check_fixed_size(facts)
         engine.method.check_optimizer(facts)
         check_optimizer(facts, engine.method.traits, engine.warn)
 

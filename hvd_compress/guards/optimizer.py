@@ -56,7 +56,7 @@ def check_optimizer(facts: OptimizerFacts, traits: Traits, warn: Callable[[str],
 
 
 def check_fixed_size(facts: OptimizerFacts) -> None:
-    """Raises ``ValueError`` if the optimizer must not apply signs."""
+    """Raises ``ValueError`` if the optimizer must not apply averages of fixed size (signs, orthogonal matrices)."""
     if facts.given is False:
         raise ValueError(
             "DistributedOptimizer was not given this compressor, so its gradients are not signs: pass compression="

@@ -228,6 +228,8 @@ class FSDPHost(TorchHost):
 
     def _reduced(self, hook: ModuleHook) -> None:
         """The all-reduce hook: FSDP is about to add a module's gradients to ``.grad``."""
+        if self.handle is None:
+            return  # removed, and called by a hook of the user's in its place
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._begin_backward(backward)

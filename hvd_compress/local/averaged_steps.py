@@ -174,14 +174,14 @@ def _give(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor | None
         p.grad = gradients.get(p)
 
 
-#: Optimizers whose step stands for several now.
+#: Optimizers in such a step now.
 _stepping = set[Optimizer]()
 
 
 @dataclass(frozen=True)
 class _Paused:
-    """A hook that does not run in such a step. Its place in torch's dicts stays: another thread may iterate over these,
-    and its optimizer's hooks run."""
+    """A hook that does not run in a step that stands for several. Its place in torch's dicts stays: another thread may
+    iterate over these, and its optimizer's hooks run."""
 
     hook: Callable[..., Any]
 
@@ -225,8 +225,8 @@ def _for_several(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], calls
         first = {p: optimizer.state[p]["step"] * calls for p in gradients if "step" in optimizer.state.get(p, {})}
         counts = first | {p: steps + calls for p, steps in counts.items()}
     finally:
+        _stepping.discard(optimizer)
         for p, steps in counts.items():
             optimizer.state[p]["step"] = steps
         for group, before in settings:  # not those that the optimizer has changed itself
             group.update(before)
-        _stepping.discard(optimizer)

@@ -201,22 +201,22 @@ class Rounds(Clock):
             chosen = Buffers(model, self._engine)
         if not self._exchanging:
             if chosen is not None:  # a shard group has ranks, too
-                chosen.check_same()
-                chosen.exchange()
+                with self._engine.entered:
+                    chosen.check_same()
+                    chosen.exchange()
             self._common.take(self._common.ids)
             self._restarted()
             return
         self._guards.before_average(self.stepped)
         self._round.finish()
-        engine = self._engine
         if self._peers is not None:
             self._common.write_common()
             self._restarted()
             return
-        with engine.entered:
-            engine.compare()
+        with self._engine.entered:
+            self._engine.compare()
             self._guards.loaded.refuse()
-            engine.stats.begin_step()
+            self._engine.stats.begin_step()
             extra = int(self.moved or not (moved_only and self._guards.watches))
             age, number = (sum(self.turns.ages), self.turns.number) if self._optimizers.averaged else (0, 0)
             rows = self._calls.compare(Row(call, age + (self._averaged.digest() << AGES), number, extra))
@@ -226,7 +226,7 @@ class Rounds(Clock):
                 self._round.average_weights()
             if chosen is not None:
                 chosen.exchange()
-            engine.stats.end_step()
+            self._engine.stats.end_step()
         self._restarted()
 
     def _restarted(self) -> None:

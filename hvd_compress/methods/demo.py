@@ -18,7 +18,6 @@ from ..engine.facts import OptimizerFacts, Traits
 from ..engine.method import Velocities
 from ..engine.shards import shards
 from ..engine.state import Tree
-from ..guards.optimizer import check_fixed_size
 from ..selection.schedule import Density
 from .basis import Coefficients
 from .gathering import exchanged_codec, exchanged_work
@@ -169,8 +168,7 @@ class DeMo(SparseMethod):
         return replace(other, linear=linear, fixed_size=arguments.sign, conserving=conserving)
 
     def state(self) -> dict[str, Tree]:
-        dense = {"dense_velocity": self._dense.state()} if self.arguments.sign else {}
-        return {**super().state(), **dense}
+        return {**super().state(), **({"dense_velocity": self._dense.state()} if self.arguments.sign else {})}
 
     def made_with(self) -> dict[str, Any]:
         return {**super().made_with(), "sign": self.arguments.sign}
@@ -209,10 +207,7 @@ class DeMo(SparseMethod):
 
     def check_optimizer(self, facts: OptimizerFacts) -> None:
         super().check_optimizer(facts)
-        if self._replacement is None:
-            return
-        check_fixed_size(facts)
-        if self.engine.clock.undoable:  # Horovod's optimizer calls this also before there is an average
+        if self._replacement is not None and self.engine.clock.undoable:  # Horovod's calls it before an average, too
             self._replacement.received.check(self.engine)
 
 

@@ -60,7 +60,7 @@ class EveryEntryWork(Work):
         ops.accumulate(bucket.gradients, starts, bucket.residual, *where, 1.0 / self.step.scale, *self._sent_codes())
 
     def _sent_codes(self) -> tuple[Any, ...]:
-        """The operator's last arguments: the codes to subtract from the residual, if it has some that were sent."""
+        """The operator's last arguments: the codes that the residual still contains; none if ``()``."""
         return ()
 
     @cached_property

@@ -72,7 +72,8 @@ class TransformersCallback(Trained, TrainerCallback):
         if control.should_training_stop:
             self.training.average()
 
-    on_epoch_end = on_step_end
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.on_step_end(args, state, control, **others)
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         logs = others["logs"]

@@ -134,6 +134,12 @@ def by_size(ranks: int = 4, **setting: Any) -> Source:
     return simulated([0], "loss-by-size", **common, **setting)
 
 
+def beside_adamw(rate: float, ranks: int = 16, **setting: Any) -> Source:
+    """Returns the loss of a simulation of ranks_apart.py of Muon beside AdamW."""
+    sent = {"restore_length": True, **setting} if ranks > 1 else {"period": 1, "bits": 0}
+    return simulated([0], task="gpt-adamw", ranks=ranks, rate=rate, **sent)
+
+
 def _row(experiment: str, run: Result) -> Row:
     return Row(experiment, run, run["config"]["compression"])
 
@@ -306,24 +312,33 @@ STATED: list[tuple[str, str, Source]] = [
     ("local_steps", "nanoGPT lost {} % on 4 ranks", NANOGPT),
     ("local_steps", "nanoGPT lost {} % with it", NANOGPT_AVERAGED),
     ("local_steps", "with it and {} % without", NANOGPT),
-    ("local_steps", "on 16 ranks it lost {} %", over(ONCE, SIMULATED_DENSE)),
-    ("local_steps", "it lost 1.7 %, `low_bit` {} %", over(simulated(rate=6e-3), SIMULATED_DENSE)),
+    ("local_steps", "signs lost {} % with it", over(ONCE, SIMULATED_DENSE)),
+    ("local_steps", "with it, `low_bit` {} %; nanoGPT", over(simulated(rate=6e-3), SIMULATED_DENSE)),
     ("results", "one seed each, {} at 4.5e-3", simulated([0], averages="once", rate=4.5e-3)),
     ("results", "at 4.5e-3 and {} at 9e-3", simulated([0], averages="once", rate=9e-3)),
-    ("results", "AdamW in place of signs {};", simulated([0], averages="once", rate=6e-3, task="gpt-adamw")),
+    ("results", "| dense | {} | 1.877", beside_adamw(6e-3, ranks=1)),
+    ("results", "| 1.896 | {} | 1.895", beside_adamw(1.2e-2, ranks=1)),
+    ("results", "| 1.877 | {} | 1.974", beside_adamw(2.4e-2, ranks=1)),
+    ("results", "| 1.877 | 1.895 | {} |", beside_adamw(4.8e-2, ranks=1)),
+    ("results", "| all in 2 bits | | {} |", beside_adamw(1.2e-2)),
+    ("results", "| all in 2 bits | | … | {} |", beside_adamw(2.4e-2)),
+    ("results", "AdamW on averaged gradients | | {} | … |", beside_adamw(1.2e-2, averages="once")),
+    ("results", "AdamW on averaged gradients | | … | {} |", beside_adamw(2.4e-2, averages="once")),
     ("results", "16 ranks, 6e-3, one seed: {}, `low_bit`", quality("gpt-muon-ranks", "quantized@averaged-6e-3")),
     ("results", "one seed: …, `low_bit` {} (", quality("gpt-muon-ranks", "quantized@45-6e-3-0")),
     ("results", "on 32 ranks {}.", simulated([0], ranks=32, averages="once", rate=6e-3)),
     ("results", "each step, +{} % with AdamW", over(NANOGPT_RESTORED, NANOGPT_DENSE)),
     ("results", "AdamW on averaged gradients (+{} % without", over(NANOGPT_ONCE, NANOGPT_DENSE)),
-    ("local_steps", "nanoGPT, one seed, {} and", over(NANOGPT_RESTORED, NANOGPT_DENSE)),
+    ("local_steps", "AdamW, one seed, {} and", over(NANOGPT_RESTORED, NANOGPT_DENSE)),
     ("results", "4 windows a rank: dense {} (2e-3", by_size(ranks=1, period=1, bits=0, rate=2e-3)),
     ("results", "dense … (2e-3; 1e-3: {}, 4e-3", by_size(ranks=1, period=1, bits=0, rate=1e-3)),
     ("results", "4e-3: {}), `low_bit` … (4e-3", by_size(ranks=1, period=1, bits=0, rate=4e-3)),
-    ("results", "`low_bit` {} (4e-3, the highest", by_size(rate=4e-3)),
-    ("results", "rate tried; 2e-3: {})", by_size(rate=2e-3)),
+    ("results", "`low_bit` {} (4e-3; 2e-3", by_size(rate=4e-3)),
+    ("results", "(4e-3; 2e-3: {}, 8e-3", by_size(rate=2e-3)),
+    ("results", "8e-3: {}), **", by_size(rate=8e-3)),
     ("results", "**{} %** over it, and with", LITTLE_TEXT),
-    ("results", "164 times fewer bytes {} (2e-3)", by_size(rate=2e-3, period=8, bits=1, finer=1)),
+    ("results", "164 times fewer bytes {} (4e-3", by_size(rate=4e-3, period=8, bits=1, finer=1)),
+    ("results", "rate tried; 2e-3: {})", by_size(rate=2e-3, period=8, bits=1, finer=1)),
     ("choosing", "text a parameter lost {} % by", LITTLE_TEXT),
     ("results", "and again by the averages, have {} on 4", simulated(ranks=4, averages="replay", own=1, rate=6e-3)),
     ("results", "on 4 ranks, `low_bit` {} at its best", simulated(ranks=4, rate=4.5e-3)),
@@ -338,7 +353,7 @@ STATED: list[tuple[str, str, Source]] = [
             ("**1.861** (3 seeds) | {} |", "gpt-recipe", "none@muon-adamw-4.8e-2-0"),
             ("47 times fewer bytes | | {} |", "gpt-recipe", "quantized@recipe-6e-3-0"),
             ("1.925 | **{}** (3 seeds) |", "gpt-recipe", "quantized@recipe-1.2e-2"),
-            ("**1.878** (3 seeds) | {} |", "gpt-recipe", "quantized@recipe-2.4e-2-0"),
+            ("**1.878** (3 seeds) | {} (3 seeds)", "gpt-recipe", "quantized@recipe-2.4e-2"),
             ("seed 0, `low_bit` has {} and", "gpt-recipe", "quantized@recipe-1.2e-2-0"),
             ("#from-16-ranks-on) | | | {} |", "gpt-recipe", "quantized@averaged-1.2e-2-0"),
             ("#from-16-ranks-on) | | | … | {} (3 seeds)", "gpt-recipe", "quantized@averaged-2.4e-2"),

@@ -34,7 +34,7 @@ class Training:
             if self.alive(pid):
                 os.kill(pid, signal.SIGKILL)
 
-    def until(self, pattern, timeout=60.0):
+    def until(self, pattern, timeout=180.0):
         """Reads what the job prints, up to a line that contains ``pattern``."""
         limit = threading.Timer(timeout, end, [self.process])  # which ends the reading
         limit.start()

@@ -1,6 +1,7 @@
 """DeMo with its decay and its sign; as an exchange without them it is among the methods of the invariants."""
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from harness import HOSTS, Rank, random_steps, replicas, residuals, together, to
 from methods import SMALL
 from models import compressed, equal, gradients, mixed_model
 
-from hvd_compress import DeMo, reference
+from hvd_compress import DeMo, TernGrad, reference
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.methods.orthogonal import orthogonalize
 from hvd_compress.reference import BLOCK
@@ -175,6 +176,21 @@ def test_refuses_a_second_momentum(build) -> None:
         build(ranks[0].model.parameters()).step()
     with pytest.raises(ValueError, match="momentum is what was not sent"):
         ranks[0].compression.take_momentum(torch.optim.SGD(ranks[0].model.parameters(), lr=0.1, momentum=0.9))
+
+
+class Signs(TernGrad):
+    """A method of one's own that says that its averages are signs."""
+
+    @property
+    def traits(self):
+        return replace(super().traits, fixed_size=True)
+
+
+def test_a_method_of_ones_own_with_signs_refuses_a_second_momentum() -> None:
+    world, ranks = replicas(2, Signs)
+    random_steps(world, ranks, range(1))
+    with pytest.raises(ValueError, match="momentum would count twice"):
+        torch.optim.SGD(ranks[0].model.parameters(), lr=0.1, momentum=0.9).step()
 
 
 @pytest.mark.parametrize("orthogonal", [False, True])

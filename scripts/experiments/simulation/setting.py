@@ -142,7 +142,7 @@ TASKS = {
         final=0.1, decay=0.1, norms_decay=False, muon=0.2, others="adamw", betas=(0.9, 0.99), clip=1.0,
     ),
 }  # fmt: skip
-#: The GPT as README's program trains it, but for the decay of Muon's weights: Muon's update is as large as AdamW's.
+#: Muon's updates are as large as AdamW's, as in README's program, where Muon's weights decay faster.
 TASKS["gpt-adamw"] = replace(TASKS["gpt"], others="adamw", muon=0.2)
 
 

@@ -253,7 +253,7 @@ AVERAGED = {
     "gpt-adamw, 16 ranks": (Setting(16, task="gpt-adamw"), ADAMW_RATES),
     "gpt-adamw, 4 ranks": (Setting(4, task="gpt-adamw"), ADAMW_RATES),
 }
-AVERAGED_DENSE_RATES = {"gpt": (1.5e-3, *DENSE_RATES), "nanogpt": NANOGPT_RATES, "gpt-adamw": ADAMW_RATES}
+AVERAGED_DENSE_RATES = {"gpt": (1.5e-3, *DENSE_RATES), "nanogpt": NANOGPT_RATES, "gpt-adamw": (6e-3, *ADAMW_RATES)}
 
 
 def averaged(form: str, power: float | None = None, **others: Any) -> Callable[[Setting], Setting]:
