@@ -748,6 +748,20 @@ def removed_hooks():
 
 
 @register(CASES, once=True)
+def a_removed_hook_that_a_later_one_calls():
+    """It does nothing: gradients are added to those of the last pass, as FSDP does."""
+    ours = Job(build=EXACT["iwp"])
+    called = ours.model.blocks[0]._get_fsdp_state()._fsdp_param_group._all_reduce_hook
+    ours.hooks.remove()
+    ours.model.blocks[0].set_all_reduce_hook(called)
+    ours.backward()
+    first = {name: p.grad.to_local().clone() for name, p in ours.model.named_parameters()}
+    ours.backward()
+    for name, p in ours.model.named_parameters():
+        assert not torch.equal(p.grad.to_local(), first[name]) or not first[name].numel(), name
+
+
+@register(CASES, once=True)
 def removed_hooks_keep_nothing_alive():
     """No cycle is left: without Python's garbage collector, too."""
     ours = Job(build=EXACT["iwp"]).train(2)
