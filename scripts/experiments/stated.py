@@ -128,9 +128,9 @@ def simulated(seeds: Sequence[int] = (0, 1, 2), experiment: str = "ranks-apart",
     return Source(named, mean, tuple(Row(experiment, run, "") for run in runs))
 
 
-def by_size(ranks: int = 4, **setting: Any) -> Source:
-    """Returns the loss of a simulation of loss_by_size.py, of the smallest model."""
-    common = {"task": "gpt-0.3m-20", "ranks": ranks, "restore_length": ranks > 1}
+def by_size(task: str = "gpt-0.3m-20", ranks: int = 4, **setting: Any) -> Source:
+    """Returns the loss of a simulation of loss_by_size.py."""
+    common = {"task": task, "ranks": ranks, "restore_length": ranks > 1}
     return simulated([0], "loss-by-size", **common, **setting)
 
 
@@ -216,7 +216,10 @@ ON_16: dict[str, Any] = {"rate": 6e-3, "task": "nanogpt", "windows": 16}
 NANOGPT_DENSE = simulated([0], ranks=1, period=1, bits=0, **ON_16)
 NANOGPT_ONCE = simulated([0], averages="once", **ON_16)
 NANOGPT_RESTORED = simulated([0], averages="once", restore_length=True, **ON_16)
-LITTLE_TEXT = over(by_size(rate=4e-3), by_size(ranks=1, period=1, bits=0, rate=2e-3))
+ALONE, FEWER = {"ranks": 1, "period": 1, "bits": 0}, {"period": 8, "bits": 1, "finer": 1}
+LITTLE_TEXT, MORE_TEXT = (
+    over(by_size(task, rate=4e-3), by_size(task, **ALONE, rate=2e-3)) for task in ("gpt-0.3m-20", "gpt-1m-20")
+)
 ONCE, SIMULATED_DENSE = simulated(averages="once", rate=6e-3), simulated(ranks=1, period=1, bits=0, rate=4.5e-3)
 
 #: Page, words in which {} stands for the figure and … for any other one, source.
@@ -330,15 +333,19 @@ STATED: list[tuple[str, str, Source]] = [
     ("results", "each step, +{} % with AdamW", over(NANOGPT_RESTORED, NANOGPT_DENSE)),
     ("results", "AdamW on averaged gradients (+{} % without", over(NANOGPT_ONCE, NANOGPT_DENSE)),
     ("local_steps", "AdamW, one seed, {} and", over(NANOGPT_RESTORED, NANOGPT_DENSE)),
-    ("results", "4 windows a rank: dense {} (2e-3", by_size(ranks=1, period=1, bits=0, rate=2e-3)),
-    ("results", "dense … (2e-3; 1e-3: {}, 4e-3", by_size(ranks=1, period=1, bits=0, rate=1e-3)),
-    ("results", "4e-3: {}), `low_bit` … (4e-3", by_size(ranks=1, period=1, bits=0, rate=4e-3)),
-    ("results", "`low_bit` {} (4e-3; 2e-3", by_size(rate=4e-3)),
+    ("results", "| 1,024 | {} (2e-3; 1e-3", by_size(**ALONE, rate=2e-3)),
+    ("results", "(2e-3; 1e-3: {}, 4e-3", by_size(**ALONE, rate=1e-3)),
+    ("results", "4e-3: {}) | 1.983 (4e-3", by_size(**ALONE, rate=4e-3)),
+    ("results", "4e-3: 1.930) | {} (4e-3; 2e-3", by_size(rate=4e-3)),
     ("results", "(4e-3; 2e-3: {}, 8e-3", by_size(rate=2e-3)),
-    ("results", "8e-3: {}), **", by_size(rate=8e-3)),
-    ("results", "**{} %** over it, and with", LITTLE_TEXT),
-    ("results", "164 times fewer bytes {} (4e-3", by_size(rate=4e-3, period=8, bits=1, finer=1)),
-    ("results", "rate tried; 2e-3: {})", by_size(rate=2e-3, period=8, bits=1, finer=1)),
+    ("results", "8e-3: {}) = **", by_size(rate=8e-3)),
+    ("results", "8e-3: 2.001) = **+{} %**", LITTLE_TEXT),
+    ("results", "| {} (4e-3; 2e-3: 2.171)", by_size(**FEWER, rate=4e-3)),
+    ("results", "(4e-3; 2e-3: {}) |", by_size(**FEWER, rate=2e-3)),
+    ("results", "| 4,096 | {} (2e-3) |", by_size("gpt-1m-20", **ALONE, rate=2e-3)),
+    ("results", "(2e-3) | {} (4e-3) = **", by_size("gpt-1m-20", rate=4e-3)),
+    ("results", "(4e-3) = **+{} %** | |", MORE_TEXT),
+    ("choosing", "of 1 M and 4,096 bytes {} % (", MORE_TEXT),
     ("choosing", "text a parameter lost {} % by", LITTLE_TEXT),
     ("results", "and again by the averages, have {} on 4", simulated(ranks=4, averages="replay", own=1, rate=6e-3)),
     ("results", "on 4 ranks, `low_bit` {} at its best", simulated(ranks=4, rate=4.5e-3)),
