@@ -93,7 +93,7 @@ class Method(abc.ABC):
 
     def check_optimizer(self, facts: OptimizerFacts) -> None:
         """Called before each step of an optimizer that applies averages. Raises ``ValueError`` if it does not fit this
-        method. What holds for all methods is checked after it."""
+        method. What holds by :attr:`traits` is checked beside it."""
 
     def passed(self, tensor: Tensor) -> Tensor:
         """Called with an average that Horovod has computed without this compressor: of an unknown or a sparse

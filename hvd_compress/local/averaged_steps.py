@@ -174,7 +174,7 @@ def _give(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor | None
         p.grad = gradients.get(p)
 
 
-#: Optimizers in such a step now.
+#: Optimizers whose step stands for several now.
 _stepping = set[Optimizer]()
 
 
