@@ -60,8 +60,10 @@ def simulate(folder, *settings):
     return training.simulate(settings, CPU, folder)
 
 
+@pytest.mark.parametrize("cached", [weights.CACHED, 100, 0], ids=["one piece", "2, 2 and 1", "a window each"])
 @pytest.mark.parametrize("vocabulary", [256, 65])
-def test_each_rank_has_the_gradient_of_the_model(vocabulary):
+def test_each_rank_has_the_gradient_of_the_model(vocabulary, cached, monkeypatch):
+    monkeypatch.setattr(weights, "CACHED", cached)
     torch.manual_seed(1)
     model, ranks = models.build("gpt", vocabulary, 16), 3
     layout = Layout(model)
@@ -69,7 +71,7 @@ def test_each_rank_has_the_gradient_of_the_model(vocabulary):
         name: torch.stack([p + 0.1 * torch.randn_like(p) for _ in range(ranks)]).detach()
         for name, p in model.named_parameters()
     }
-    tokens = torch.randint(vocabulary, (ranks, 2, 17))
+    tokens = torch.randint(vocabulary, (ranks, 5, 17))
     found = layout.parameters(gradients(layout, layout.flatten(values), tokens))
     for rank in range(ranks):
         leaves = {name: w[rank].clone().requires_grad_() for name, w in values.items()}

@@ -1,6 +1,7 @@
 """The weights of many models of one kind in one tensor, and the gradients of all of them at once."""
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import accumulate, groupby
 
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 #: Entries that share a scale.
 RUN = 512
 HEADS = 4
+#: Tokens whose activations a processor still has in its cache when they are read again: with 32,000 a step of the GPT
+#: of 2.5 M parameters takes 1.4 times as long.
+CACHED = 8192
 
 
 class Layout:
@@ -103,12 +107,20 @@ def forward(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
 
 def gradients(layout: Layout, flat: Tensor, tokens: Tensor, bfloat16: bool = False) -> Tensor:
     """Of each rank's own mean loss: (ranks, size). ``tokens``: int64 (ranks, n, length + 1)."""
-    leaf = flat.detach().requires_grad_()
-    with torch.autocast(flat.device.type, torch.bfloat16) if bfloat16 else nullcontext():
-        logits = forward(layout.parameters(leaf), tokens[..., :-1]).flatten(0, 2)
-        # The mean is over all ranks, of which each counts for itself.
-        loss = F.cross_entropy(logits, tokens[..., 1:].flatten()) * len(tokens)
-    return torch.autograd.grad(loss, leaf)[0]
+    leaf, parts = flat.detach().requires_grad_(), []
+    for piece in pieces(tokens):
+        with torch.autocast(flat.device.type, torch.bfloat16) if bfloat16 else nullcontext():
+            logits = forward(layout.parameters(leaf), piece[..., :-1]).flatten(0, 2)
+            # The sum over all tokens of all ranks, as a mean over one rank's.
+            loss = F.cross_entropy(logits, piece[..., 1:].flatten(), reduction="sum") / tokens[0, :, 1:].numel()
+        parts.append(torch.autograd.grad(loss, leaf)[0])
+    return sum(parts[1:], start=parts[0])
+
+
+def pieces(tokens: Tensor) -> Sequence[Tensor]:
+    """Windows whose gradients are computed together: all, or on a CPU as many as have :data:`CACHED` tokens."""
+    ranks, n, length = tokens.shape
+    return tokens.split(max(1, CACHED // (ranks * (length - 1))) if tokens.is_cpu else n, dim=1)
 
 
 @torch.no_grad()
