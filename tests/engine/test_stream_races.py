@@ -22,7 +22,6 @@ from hvd_compress.engine import bucket, dense
 from hvd_compress.engine.collectives import Nodes, Request
 from hvd_compress.engine.streams import StreamOrder
 
-
 #: One of each exchange; the others need --all.
 EXCHANGES = {"iwp-lloyd4", "fft", "fft-gather-bitmap", "demo", "mp2", "topk", "quantized-1", "powersgd", "none-fp16"}
 
