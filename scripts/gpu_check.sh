@@ -250,18 +250,68 @@ if stage horovod; then
 fi
 
 # --- fft
-# The illegal address that docs/results/gpu/h200.md tells of: the case with each of these settings, side by side; a line each, and the
-# first words about the fault.
+# The illegal address that docs/results/gpu/h200.md tells of: the case with each of these settings, side by side and again
+# while there is time; a line each, and the first words about the fault. What each setting decides:
+#   COREDUMP, memcheck    the kernel: at full speed, by cuda-gdb; slowly, with torch's caching of memory and without
+#   LAUNCH_BLOCKING       the operator, by Python's stack
+#   iwp                   whether FFT alone has the fault, or any method in some runs
+#   matrices              whether cuFFT takes part: products with matrices take its place
+#   plans, EAGER          whether cuFFT may not make plans, or load kernels, while Horovod's thread calls CUDA: plans are
+#                         made before hvd.init(); all kernels are loaded at once
+#   no-cache              whether a plan may not be used again, on another stream or thread: each transform has its own
+#   one-stream            whether streams are out of order: exchanges run on the caller's
+#   THRESHOLD, MEMCOPIES  whether Horovod's copy kernel takes part, which by its source stays within its tensors
+cat >"$work/fault.py" <<'FAULT'
+import contextlib, os, runpy, torch
+from hvd_compress.engine.streams import StreamOrder
+from hvd_compress.methods import spectrum
+
+trying, cuda, basis = os.environ.get("TRY"), torch.device("cuda", 0), {}
+
+def matrix(n):
+    if n not in basis:
+        table = torch.empty(n, n)
+        forward(torch.eye(n), table)
+        basis[n] = table.to(cuda)
+    return basis[n]
+
+forward = spectrum._forward
+if trying == "plans":
+    for n in (1152, 1728, 1920):
+        flat, out = torch.randn(n, device=cuda), torch.empty(n, device=cuda)
+        spectrum.forward(flat, out)
+        spectrum.inverse(out, flat)
+    torch.cuda.synchronize()
+elif trying == "no-cache":
+    torch.backends.cuda.cufft_plan_cache[0].max_size = 0
+elif trying == "matrices":
+    spectrum._forward = lambda rows, out: out.copy_(rows.float() @ matrix(rows.shape[1]))
+    spectrum._inverse = lambda rows: rows @ matrix(rows.shape[1]).T
+elif trying == "one-stream":
+    StreamOrder.exchange_stream = lambda self: contextlib.nullcontext()
+runpy.run_path("tests/parallel/check_training.py", run_name="__main__")
+FAULT
 # shellcheck disable=SC2329
 fault() {
   local memcheck='compute-sanitizer --tool memcheck --report-api-errors no --target-processes all --print-limit 5'
-  printf '%s\n' "AS=it-is" "AS=it-is-again" CUDA_LAUNCH_BLOCKING=1 HOROVOD_FUSION_THRESHOLD=0 HOROVOD_BATCH_D2D_MEMCOPIES=0 \
-    "PYTORCH_NO_CUDA_MEMORY_CACHING=1" "PYTORCH_NO_CUDA_MEMORY_CACHING=1;UNDER=$memcheck" | xargs -P 7 -I {} bash -c '
+  local settings=("PYTORCH_NO_CUDA_MEMORY_CACHING=1;UNDER=$memcheck" "UNDER=$memcheck" AS=it-is
+    CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 CUDA_LAUNCH_BLOCKING=1 ITEM=iwp:plain TRY=matrices TRY=plans
+    CUDA_MODULE_LOADING=EAGER TRY=no-cache TRY=one-stream HOROVOD_FUSION_THRESHOLD=0 HOROVOD_BATCH_D2D_MEMCOPIES=0
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1)
+  # Of the GPU's core file, the state of its threads only.
+  export CUDA_COREDUMP_GENERATION_FLAGS=skip_nonrelocated_elf_images,skip_global_memory,skip_shared_memory,skip_local_memory
+  printf '%s\n' "${settings[@]}" "${settings[@]:2}" "${settings[@]:2}" | xargs -P 7 -I {} bash -c '
       IFS=";" read -ra settings <<<"{}"
       log=$work/fft_$$.txt begin=$SECONDS
-      env "${settings[@]}" bash -c "under_horovodrun tests/parallel/check_training.py --steps 6 --case-limit 200 fft:plain" >"$log" 2>&1
-      echo "{}: status $?, $((SECONDS - begin)) s; $(grep -m 1 -E "Invalid|illegal" "$log" | cut -c1-150)"
-      grep -E -A 12 -m 1 "Invalid|illegal" "$log" >&2'
+      env ITEM=fft:plain CUDA_COREDUMP_FILE="$work/core.$$.%p" "${settings[@]}" \
+        bash -c "under_horovodrun \"\$work/fault.py\" --steps 6 --case-limit 200 \$ITEM" >"$log" 2>&1
+      status=$?
+      for core in "$work/core.$$."*; do
+        [[ -e $core ]] && cuda-gdb -batch -ex "target cudacore $core" -ex "info cuda kernels" >>"$log" 2>&1
+      done
+      says=$(grep -m 1 "CUDA Exception" "$log" || grep -m 1 -E "Invalid|illegal" "$log")
+      echo "{}: status $status, $((SECONDS - begin)) s; ${says:0:150}"
+      grep -E -A 12 "Invalid|illegal|CUDA Exception" "$log" | head -60 >&2'
 }
 export -f fault
 if stage fft; then
