@@ -179,7 +179,7 @@ class AveragedSteps:
         no optimizers. Synchronises a GPU if settings are on it."""
         values = [v for o in self._weights for g in o.param_groups for k, v in g.items() if k not in self._uncompared]
         plain = [value.tolist() if isinstance(value, Tensor) else value for value in values]
-        settings = [value for value in plain if isinstance(value, int | float | tuple | list)]
+        settings = [value for value in plain if isinstance(value, int | float | str | tuple | list | None)]
         return zlib.crc32(repr((facts, settings)).encode()) if self._weights else 0
 
     def digest_of_all(self) -> int:

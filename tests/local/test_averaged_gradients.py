@@ -712,6 +712,17 @@ def test_settings_that_differ_between_ranks_are_an_error_on_all():
             world.run(call)
 
 
+def test_settings_that_are_texts_are_compared():
+    def muon(parameters):
+        return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.02)
+
+    world, group = workers(2, build=NoCompression, unsent="buffer", period=2, optimizer=muon, averaged=[0])
+    world.run(lambda i: group[i].train(2))
+    group[1].averaged[0].param_groups[0]["adjust_lr_fn"] = "match_rms_adamw"
+    with pytest.raises(RuntimeError, match="lr and other settings"):
+        world.run(lambda i: group[i].train(2))
+
+
 @pytest.mark.parametrize("options", [EXACT, {**LOW_BIT, **IN_TURN}], ids=["at once", "in turn"])
 def test_finish_after_unequal_counts_of_calls_says_so_on_all(options):
     """One step of the optimizer stands for as many calls as rank 0's sums are of."""
