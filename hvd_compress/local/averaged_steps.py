@@ -38,7 +38,7 @@ class AveragedSteps:
     def __init__(self, optimizers: Sequence[Optimizer], weights: Sequence[Weight], engine: Engine) -> None:
         ids = {optimizer: parameters_of([optimizer]) for optimizer in optimizers}
         self._weights = {one: [w for w in weights if id(w.parameter) in held] for one, held in ids.items()}
-        self._hooks: tuple[RemovableHandle, ...] = ()
+        self._hooks = dict[Optimizer, tuple[RemovableHandle, ...]]()
         self._withheld: dict[Tensor, Tensor] = {}
         # Optimizers that the user has stepped since the last round, or may have.
         self._called, self._engine = set(optimizers), engine
@@ -49,18 +49,19 @@ class AveragedSteps:
 
     def restart(self) -> None:
         """Other ranks, or another state."""
-        self.after_step()
+        self._created.clear()
+        for optimizer in self._weights:
+            self.after_step(optimizer)
         self._called.update(self._weights)
 
     def before_step(self, optimizer: Optimizer, begun: bool) -> None:
-        """The user's step of an optimizer begins. Its own hooks come first, which may clip. A step that only creates
-        a state is left alone (:meth:`~hvd_compress.engine.optimizers.Optimizers.applies_gradients`), see
-        :meth:`called`."""
+        """The user's step of an optimizer begins. Its own hooks come first, which may clip. A step that may only create
+        a state is left alone, see :meth:`called`."""
         own = [weight.parameter for weight in self._weights.get(optimizer, ())]
         if any(p in self._withheld for p in own) and all(p.grad is None for p in own):
             return  # super().step() of one whose gradients are withheld already
-        self.after_step()
         self._created.pop(optimizer, None)
+        self.after_step(optimizer)
         if not own:
             return
         self.refuse_counts(optimizer)
@@ -70,8 +71,8 @@ class AveragedSteps:
                 self._created[optimizer] = 0
                 return
         pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-        self._hooks = pre(self._take), post(self._give_back)
-        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
+        self._hooks[optimizer] = pre(self._take), post(self._give_back)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[optimizer][1].id, last=False)  # type: ignore[attr-defined]
 
     def refuse_counts(self, optimizer: Optimizer) -> None:
         """Raises ``ValueError`` for an optimizer on averaged gradients that counts calls in its groups."""
@@ -101,9 +102,9 @@ class AveragedSteps:
                     weight.sums.add_(local(grad).detach() if scale is None else local(grad).detach() / scale)
         _give(self._withheld, {})
 
-    def after_step(self, optimizer: Optimizer | None = None) -> None:
-        """The user's step has ended, or was interrupted."""
-        for hook in self._hooks:
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The user's step has ended, or was interrupted. Hooks of others stay: one of these may have called this."""
+        for hook in self._hooks.pop(optimizer, ()):
             hook.remove()
         self._give_back()
         if optimizer in self._created:
@@ -127,7 +128,7 @@ class AveragedSteps:
         """Moves weights and states by the averages of sums of ``calls``, by name. Where an average is not finite, the
         optimizer gets 0, and the parameter becomes NaN or infinite. ``rates``: the mean of the ranks' :meth:`rates`.
         Returns whether there was a call; without one, averages are of residuals."""
-        self.after_step()
+        self._give_back()
         mean, *each = [float(calls)] if rates is None else rates.tolist()
         calls, given = max(1, round(mean)), iter(each)
         for optimizer, held in self._weights.items() if mean else ():

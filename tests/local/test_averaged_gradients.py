@@ -330,6 +330,20 @@ def test_post_hooks_may_clear_the_gradients(set_to_none):
     assert equal(*results) and len(results[0]) == len(worker.weights()) + (not set_to_none)
 
 
+@pytest.mark.parametrize("numbers", [[1], [0, 1]], ids=str)
+def test_a_post_hook_may_step_another_optimizer(numbers):
+    results = []
+    for hooked in (True, False):
+        world, (worker,) = workers(1, **{**EXACT, "averaged": numbers})
+        muon, adamw = worker.optimizers
+        if hooked:
+            adamw.register_step_post_hook(lambda *_, muon=muon: muon.step())
+        worker.optimizers = [adamw] if hooked else [adamw, muon]
+        world.run(lambda i, worker=worker: worker.train(6))
+        results.append(worker.weights())
+    assert equal(*results)
+
+
 class Derived(torch.optim.SGD):
     def step(self, closure=None):
         return super().step(closure)
