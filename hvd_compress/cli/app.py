@@ -110,7 +110,7 @@ def doctor(
 def estimate(
     model: Model,
     ranks: Annotated[int, typer.Option(min=2, max=4096, help="Number of ranks.")],
-    bandwidth: Annotated[str, typer.Option(help="Rate of each host's link, as 100mbit or 10gbit; none: unlimited.")],
+    bandwidth: Annotated[str, typer.Option(help="Rate of each host's upload, as 100mbit or 10gbit; none: unlimited.")],
     round_trip: Annotated[str, typer.Option(help="Between two hosts, as ping measures it: 50ms, or 100us.")] = "100us",
     optimizer: Annotated[
         Literal["sgd", "adamw", "muon"],

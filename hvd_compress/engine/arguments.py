@@ -15,8 +15,7 @@ Given: TypeAlias = Any
 #: ``(name, parameter)`` pairs, or a model, of which the named parameters are meant.
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]] | torch.nn.Module
 
-# Parts of names that torch.compile, activation checkpointing, FSDP1 and Lightning Fabric insert, and that are not in
-# the state_dict() of the model.
+# Parts of names that torch.compile, checkpointing, FSDP1 and Fabric insert, and that the model's own names lack.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
 _BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 
@@ -103,8 +102,7 @@ def named_pairs(named_parameters: NamedParameters, call: str) -> list[tuple[str,
 
 
 def refuse_flattened(name: str, parameter: Tensor) -> None:
-    """Raises ``ValueError`` for a parameter that FSDP1 has flattened: each rank has another part of it, maybe of one
-    shape."""
+    """Raises ``ValueError`` for a parameter that FSDP1 has flattened: each rank has another part, of any shape."""
     if getattr(parameter, "_fsdp_flattened", False):
         raise ValueError(
             f"{name} belongs to FSDP1 (FullyShardedDataParallel), which is not supported: shard the model by "
@@ -132,8 +130,7 @@ def plain_names(names: list[str]) -> list[str]:
 
 
 def find_name(name: str, names: Collection[str]) -> str | None:
-    """The one of ``names``, which are plain, that belongs to the parameter called ``name`` in the model with or without
-    wrappers; None if there is none."""
+    """The one of the plain ``names`` of the parameter called ``name`` in the model, with or without wrappers."""
     inner = _without_inserted(str(name))
     return next((found for found in (name, inner, _without_module(inner)) if found in names), None)
 

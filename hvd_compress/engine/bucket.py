@@ -21,8 +21,7 @@ from .streams import stream_order
 class Piece:
     """A parameter, or this rank's shard of one, in a bucket: there it has ``blocks`` blocks from ``first_block`` on.
 
-    ``number``: of the parameter in the compressor. ``shape``, ``stride``, ``numel``: of the weights when the bucket was
-    made.
+    ``number``: of the parameter in the compressor. ``shape``, ``stride``, ``numel``: of the weights when it was made.
     """
 
     def __init__(self, name: str, number: int, parameter: torch.nn.Parameter, first_block: int) -> None:
@@ -107,8 +106,7 @@ class Bucket:
         return self._missing < len(self.pieces) and not self._collected
 
     def clear(self, shared: bool = False) -> None:
-        """Prepares for the next step. ``shared``: gradients are the parameters' own, each with a version counter:
-        others may add to them."""
+        """Prepares for the next step. ``shared``: gradients are the parameters' own: others may add to them."""
         count, self._shared = len(self.pieces), shared
         self.gradients: list[Tensor] = []
         # By piece, the tensor that the host passed in and gets back.
@@ -119,8 +117,7 @@ class Bucket:
         self._collected = False
 
     def arrive(self, index: int, grad: Tensor) -> bool:
-        """Keeps the gradient of a piece. Returns whether those of all pieces have arrived. Raises ``RuntimeError`` for
-        a second one."""
+        """Keeps the gradient of a piece. Returns whether all have arrived. Raises ``RuntimeError`` for a second one."""
         if self._arrived[index]:
             raise RuntimeError(
                 f"{self.pieces[index].name}: compressed twice in one step (after a step that failed, call reset())"
@@ -133,8 +130,7 @@ class Bucket:
     @contextmanager
     def collected(self) -> Iterator[None]:
         """A context that takes over what has arrived: ``gradients`` has it, and empty tensors for the other pieces. (A
-        copy only where the memory order is not the piece's.) At its end, shared ones become zero, but not after an
-        error."""
+        copy only where the memory order is not the piece's.) At its end, shared ones become zero, unless it fails."""
         self.gradients = [
             self._empty if grad is None else in_order_of(local(piece.parameter), grad)
             for piece, grad in zip(self.pieces, self._originals, strict=True)
@@ -163,8 +159,7 @@ class Bucket:
         self._versions = [None if grad is None else grad._version for grad in self._originals]
 
     def zero(self, but: Container[int] = ()) -> None:
-        """Zeros the gradients that are in the state, but those of some pieces: accumulating on top of them would count
-        them twice."""
+        """Zeros the gradients that are in the state, but those of some pieces: added on top, they would count twice."""
         with self.order:
             for index, grad in enumerate(self._originals):
                 if grad is not None and index not in but:

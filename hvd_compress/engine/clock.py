@@ -53,8 +53,7 @@ class Clock(abc.ABC):
 
     @abc.abstractmethod
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called before each step of an optimizer that holds some of the parameters. Raises ``ValueError`` if it does
-        not fit."""
+        """Called before each step of an optimizer with some of the parameters. ``ValueError`` if it does not fit."""
 
     @abc.abstractmethod
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
@@ -79,8 +78,7 @@ class Clock(abc.ABC):
 
     @abc.abstractmethod
     def begin_saving(self) -> None:
-        """Called by all ranks before a state is saved. Waits for what is in flight. Raises ``RuntimeError`` in the
-        middle of a step."""
+        """Called by all ranks before saving. Waits for what is in flight. Raises ``RuntimeError`` within a step."""
 
     def check_equal_weights(self) -> None:
         """Called by all ranks before they save one state together. Raises ``RuntimeError`` if their weights differ."""

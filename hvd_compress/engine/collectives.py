@@ -115,8 +115,7 @@ class Handle(Protocol):
         the answer must not depend on timing: it decides the order of later ones."""
 
     def result(self, timeout: float = math.inf) -> torch.Tensor:
-        """Waits for the result. To be called once. Raises ``TimeoutError`` after ``timeout`` seconds, if the host's own
-        limit is not shorter."""
+        """Waits for the result, once. Raises ``TimeoutError`` after ``timeout`` seconds, or at the host's limit."""
 
 
 class Collectives(Protocol):
@@ -146,12 +145,10 @@ class Collectives(Protocol):
         """Whether it can start an allreduce of ``tensor``; if not, :func:`sum_of_parts` takes its place."""
 
     def may_differ(self, device: torch.device) -> bool:
-        """Whether ranks may start collectives of tensors on ``device`` that others never start, up to the next
-        rendezvous."""
+        """Whether ranks may start collectives on ``device`` that others never start, up to the next rendezvous."""
 
     def realign(self) -> None:
-        """Called on all ranks after a rendezvous in which they were in different calls: what each of them has started
-        since is no part of what follows."""
+        """Called on all ranks after a rendezvous of different calls: what has started since belongs to no call."""
 
     def start(self, request: Request, name: str) -> Handle:
         """Starts a collective without waiting."""

@@ -104,8 +104,7 @@ class Comparison:
         self.done = False
 
     def register(self, method: Any) -> None:
-        """Lets the other compressors of the process call this one, from now on and again when the set of ranks has
-        changed."""
+        """Lets the process's other compressors call this one, from now on, and again with other ranks."""
         self._registry = self._collectives.registry()
         self._registry.add(method, self._number)
         self.changed()

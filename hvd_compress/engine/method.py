@@ -56,8 +56,7 @@ class Method(abc.ABC):
         """The ranks that share parameters of the compressor, of each dimension of their meshes."""
 
     def compresses(self, parameter: Tensor) -> bool:
-        """Whether this parameter is compressed if it is large enough (``min_numel``). Called when the compressor is
-        built."""
+        """Whether this parameter is compressed if it has ``min_numel`` entries. Called when the compressor is built."""
         return True
 
     def options(self) -> dict[str, object]:
@@ -76,8 +75,7 @@ class Method(abc.ABC):
         return {}
 
     def restart(self) -> None:
-        """Called when the set of ranks has changed (elastic), or a state will be loaded: resets what new ranks cannot
-        know."""
+        """Called for another set of ranks (elastic), or before a state is loaded: resets what new ranks cannot know."""
 
     @property
     def velocities(self) -> Velocities | None:
@@ -88,14 +86,12 @@ class Method(abc.ABC):
         """Called with the averaged gradient of the uncompressed parameter ``number``; may modify it."""
 
     def undo(self) -> None:
-        """Called when the last average, which was complete, is not applied: restores what :meth:`dense_averaged` has
-        changed for it."""
+        """Called when the last complete average is not applied: undoes what :meth:`dense_averaged` has changed."""
 
     def check_optimizer(self, facts: OptimizerFacts) -> None:
         """Called before each step of an optimizer that applies averages. Raises ``ValueError`` if it does not fit this
         method. What holds by :attr:`traits` is checked beside it."""
 
     def passed(self, tensor: Tensor) -> Tensor:
-        """Called with an average that Horovod has computed without this compressor: of an unknown or a sparse
-        tensor."""
+        """Called with an average that Horovod has computed itself, of an unknown or a sparse tensor."""
         return tensor

@@ -18,8 +18,7 @@ from .shards import local
 class Optimizers:
     """The optimizers that step some ``parameters``. Tells the clock when they do.
 
-    In the first step of another optimizer, raises ``ValueError`` if only one may step the parameters: their residuals
-    would mix.
+    In the first step of another optimizer, raises ``ValueError`` if only one may step them: residuals would mix.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -91,8 +90,7 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
 
 
 def share_parameters(one: Optimizer, other: Optimizer) -> bool:
-    """Whether two optimizers are Horovod's and the one that it wraps: different objects with the same parameter
-    lists."""
+    """Whether two optimizers are Horovod's and the one that it wraps: two objects with the same parameter lists."""
     return any(a["params"] is b["params"] for a in one.param_groups for b in other.param_groups)
 
 

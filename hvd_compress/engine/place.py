@@ -28,8 +28,7 @@ class Place:
 
 
 def is_large(parameter: Tensor, min_numel: int) -> bool:
-    """Whether a parameter has two or more dimensions and at least ``min_numel`` entries a rank. Shards of unequal size
-    are all large or none."""
+    """Whether a parameter has two or more dimensions and ``min_numel`` entries a rank: alike of uneven shards."""
     return parameter.dim() >= 2 and parameter.numel() // shards(parameter) >= min_numel
 
 

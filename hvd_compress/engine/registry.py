@@ -14,8 +14,7 @@ class Registry:
     """Numbers the compressors of one set of ranks in the order in which they are built, which is the same on all ranks.
 
     Args:
-        everywhere: the compressors of the process that may exchange with any ranks, by their ``id()``; registries share
-            it.
+        everywhere: the compressors that may exchange with any ranks, by their ``id()``; registries share it.
     """
 
     def __init__(self, everywhere: WeakValueDictionary[int, Any] | None = None) -> None:

@@ -18,6 +18,11 @@ def local(tensor: Tensor) -> Tensor:
     return cast(Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 
+def any_in_shards(tensor: Tensor) -> bool:
+    """Whether an entry is not 0; of a DTensor, on any of its ranks, which all call it. Synchronises a GPU."""
+    return bool(cast(Any, tensor).norm().full_tensor() if is_sharded(tensor) else tensor.any())
+
+
 def wide_zeros(tensor: Tensor) -> Tensor:
     """Zeros in the shape and memory order of this rank's shard, in float32 or a wider dtype."""
     own = local(tensor).detach()

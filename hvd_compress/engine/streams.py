@@ -11,8 +11,7 @@ def stream_order(device: torch.device) -> "StreamOrder":
 
 
 class StreamOrder(AbstractContextManager[None]):
-    """A context for all work on a bucket: what is launched in it runs after what was launched in the one before, on any
-    stream. May be nested."""
+    """A context for all work on a bucket, each part after the one before, on any stream. May be nested."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -47,22 +47,18 @@ class Part:
         """Called when a step begins: the last one can no longer be undone. Must not communicate."""
 
     def undo(self) -> None:
-        """Called when the average is not applied (a step that was skipped, discarded or has failed): restores what the
-        exchange has changed so far."""
+        """Called when the average is not applied (skipped, discarded, failed): undoes what the exchange changed."""
 
     def restart(self) -> None:
-        """Called when the set of ranks has changed (elastic), and before a state is loaded: forgets what new ranks
-        cannot know, and the last step."""
+        """Called for other ranks (elastic), and before loading: forgets the last step, what new ranks cannot know."""
 
     def state(self) -> Tree:
-        """Describes what a checkpoint contains (:mod:`hvd_compress.engine.state`), by piece name where it belongs to
-        one."""
+        """Describes what a checkpoint contains (:mod:`hvd_compress.engine.state`), by piece name where it has one."""
         return {}
 
 
 class Work(Part, abc.ABC):
-    """A bucket, the parts that a method is made of, and its algorithm. The residual is the bucket's, and may stay after
-    :meth:`restart`."""
+    """A bucket, the parts of a method, and its algorithm. The bucket's residual may stay after :meth:`restart`."""
 
     #: The step that began last.
     step: Step
@@ -77,8 +73,7 @@ class Work(Part, abc.ABC):
 
     @abc.abstractmethod
     def accumulate(self) -> None:
-        """Adds ``bucket.gradients``, in memory order and empty where none arrived, to the state. Must not
-        communicate."""
+        """Adds ``bucket.gradients``, in memory order, empty where none arrived, to the state. Must not communicate."""
 
     @abc.abstractmethod
     def exchange(self) -> Exchange:

@@ -1,7 +1,10 @@
-"""Optimizers around other ones."""
+"""Optimizers around other ones, and nested values in their states."""
 
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from copy import copy
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -19,8 +22,31 @@ def unwrapped(optimizer: Any) -> Any:
 def inside(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers in ``optimizer`` that have states of their own: itself, and those that it holds (SAM, Lookahead, a
     container of several)."""
-    held = [
-        item for value in vars(optimizer).values() for item in (value if isinstance(value, list | tuple) else [value])
-    ]
-    own = [optimizer] if "state" in vars(optimizer) else []
-    return [*own, *(part for item in held if isinstance(item, Optimizer) for part in inside(item))]
+    found, left = dict[Optimizer, None](), [optimizer]
+    while left:
+        if (one := left.pop(0)) not in found:
+            found[one] = None
+            left += [value for _, value in leaves(vars(one)) if isinstance(value, Optimizer)]
+    return [one for one in found if "state" in vars(one)]
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested containers, with their paths: also of classes that torch's pytree takes for leaves."""
+    if isinstance(value, tuple | MutableMapping | MutableSequence):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from leaves(part, f"{path}.{type(key).__name__ if isinstance(key, Tensor) else key}")
+    else:
+        yield path, value
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """A copy of nested containers, of the same classes, with the results of ``function`` in place of their leaves."""
+    if isinstance(value, tuple):
+        parts = [mapped(function, part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if not isinstance(value, MutableMapping | MutableSequence):
+        return function(value)
+    found = copy(value)
+    for key in [*value] if isinstance(value, Mapping) else range(len(value)):
+        found[key] = mapped(function, value[key])
+    return found

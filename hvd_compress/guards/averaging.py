@@ -48,8 +48,7 @@ class DDPState(abc.ABC):
 
 
 def averages(parameters: Sequence[Tensor]) -> str | None:
-    """Names what averages the gradients of these parameters in each step, with the cure, for an error message; None
-    if nothing does."""
+    """Names what averages the gradients of these parameters in each step, and the cure; None if nothing does."""
     ids = {id(p) for p in parameters}
     if hooked(parameters):
         return "the hooks of register_fsdp_hooks(): call remove() of the handle that it has returned"

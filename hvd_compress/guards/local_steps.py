@@ -96,8 +96,7 @@ class LocalGuards:
         self._common = True
 
     def note(self, exchanging: bool, begun: bool) -> None:
-        """The weights are as they should be, after an exchange. (Before the first step the clock itself asks whether
-        they have :meth:`changed`.)"""
+        """The weights are as they should be, after an exchange. Until the first step the clock asks :meth:`changed`."""
         if exchanging and (self.watches or not begun):
             self._weights.note()
 

@@ -52,10 +52,10 @@ class OwnGradients:
     def check(self, seen: Sequence[int]) -> None:
         """Raises ``RuntimeError`` if the gradients of all ranks are the same, and something is found that averages
         them; warns if nothing is. ``seen``: what :meth:`taken` has returned on each rank; empty if that is known."""
-        if not seen or not self._left:
+        if not seen or not self._left or not seen[0]:  # 0: of steps that a GradScaler skips, as the first ones
             return
         self._left -= 1
-        if len(seen) == 1 or not seen[0] or len({*seen}) > 1:
+        if len(seen) == 1 or len({*seen}) > 1:
             return
         what = averages(self._engine.parameters)
         if what is None:

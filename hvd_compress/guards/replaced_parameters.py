@@ -59,8 +59,7 @@ class ReplacedParameters:
 
 
 def check_model(model: torch.nn.Module, known: Named) -> None:
-    """Raises ``ValueError`` if a model that finish() is given has none of the known parameters, or others of their
-    names."""
+    """Raises ``ValueError`` if a model has none of the known parameters, or others of their names."""
     named = dict(model.named_parameters())
     held = {id(p) for p in named.values()}
     if held and held.isdisjoint(id(p) for _, p in known):

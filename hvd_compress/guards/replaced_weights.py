@@ -55,8 +55,7 @@ class ReplacedWeights:
         self.free = device.type == "cpu"
         least = [max(_LEAST, _ROUNDING * torch.finfo(p.dtype).eps) for p in self._probes]
         self._rounding = torch.tensor(least, dtype=torch.float32, device=device)
-        #: By probe, its samples, (probes, entries), or None while there is nothing to compare with; and its version
-        #: counters.
+        #: By probe: its samples, (probes, entries), or None while nothing is to be compared with; its version counters.
         self._samples: Tensor | None = None
         self._counters: list[tuple[int, int]] = []
         #: By place in the loop, whether the weights have changed there in every step so far.

@@ -25,8 +25,7 @@ from .sharding import check_gradient_is_averaged, check_sharded
 
 
 def check_compressor(engine: Engine, scaler: bool, unsent: str, restore_length: bool, delay: int) -> None:
-    """Raises ``ValueError`` for a compressor with which local steps cannot work. ``scaler``: whether it has a
-    ``GradScaler``."""
+    """Raises ``ValueError`` for a compressor that does not fit local steps. ``scaler``: whether it has one."""
     method, traits, members = engine.method, engine.method.traits, engine.collectives
     if method.has_clock and method.clock.takes_local_steps:
         raise ValueError("this compressor has local steps already: build a new compressor, with all optimizers")
@@ -64,8 +63,7 @@ def check_compressor(engine: Engine, scaler: bool, unsent: str, restore_length: 
 
 
 def check_own_gradients(engine: Engine, model: torch.nn.Module | None) -> None:
-    """Raises ``ValueError`` if gradients are known to be averaged over the compressor's ranks in each step, or not to
-    be averaged in a shard group."""
+    """Raises ``ValueError`` if gradients are averaged between the ranks, or are not in a shard group."""
     if model is not None:
         check_sharded(model)
     if hooked(engine.parameters):

@@ -37,8 +37,7 @@ END = (
 
 
 def check_kind(optimizer: Any, given: Any) -> None:
-    """Raises ``TypeError`` for what is no optimizer, and ``ValueError`` for torchft's and Horovod's. ``given``: by the
-    user, with wrappers."""
+    """Raises ``TypeError`` for no optimizer, ``ValueError`` for torchft's and Horovod's. ``given``: with wrappers."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, or a list of several, got {given!r:.80}: write "
@@ -53,20 +52,27 @@ def check_kind(optimizer: Any, given: Any) -> None:
         raise ValueError("local steps take the plain optimizer, not Horovod's: nothing averages the gradients")
 
 
-def check_averaged(optimizer: Optimizer) -> list[Optimizer]:
+def check_averaged(optimizer: Optimizer, apart: bool) -> list[Optimizer]:
     """Returns an optimizer on averaged gradients, or those in a container of several. Raises ``ValueError`` for one
-    that has another one and a state of its own (SAM, Lookahead), and for one whose step cannot stand for several."""
+    that has another one and a state of its own (SAM, Lookahead), for one whose step cannot stand for several, and for
+    one that may gather shards of matrices, which are ``apart``: a fragment has other ones on each rank of the group."""
     parts = inside(optimizer)
     if optimizer in parts and len(parts) > 1:
         raise ValueError(f"on_averaged_gradients takes plain optimizers; {type(optimizer).__name__} has another inside")
     # Their states are no moving averages, or their own schedules; they take closures, or sparse gradients only.
     unfit = {"ASGD", "Adadelta", "Adafactor", "Adagrad", "LBFGS", "NAdam", "RAdam", "Rprop", "SparseAdam"}
     for part in parts:
+        kinds = {c.__name__ for c in type(part).__mro__}
         sums_quotients = any(group.get("momentum") and "centered" in group for group in part.param_groups)
-        if sums_quotients or not unfit.isdisjoint(c.__name__ for c in type(part).__mro__):
+        if sums_quotients or kinds & unfit:
             raise ValueError(
                 f"on_averaged_gradients: one step of {type(part).__name__} cannot stand for several; take SGD, RMSprop "
                 "without momentum, Adam, AdamW, Adamax or Muon, or let it take local steps"
+            )
+        if apart and kinds.isdisjoint({"SGD", "RMSprop", "Adam", "Adamax"}):
+            raise ValueError(
+                f"{type(part).__name__} of on_averaged_gradients may need whole matrices, and the ranks of a shard "
+                "group have shards of unequal size in different fragments: use fragments=1"
             )
     return parts
 

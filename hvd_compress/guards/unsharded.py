@@ -24,16 +24,14 @@ def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 def groups_of(module: Any) -> list[Any]:
-    """A module's groups of parameters that FSDP reduces together: usually one; none without parameters of its own.
-    Several modules may share one."""
+    """A module's groups of parameters that FSDP reduces together: one or none. Several modules may share one."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in [state._fsdp_param_group] if group] if groups is None else list(groups)
 
 
 def check_resharded(model: object) -> None:
-    """Raises ``ValueError`` if the parameters of a model are not the shards, but gathered from them. Does nothing for
-    an argument that is no model."""
+    """Raises ``ValueError`` if a model's parameters are gathered from the shards. No model: does nothing."""
     if not isinstance(model, torch.nn.Module):
         return
     for name, module in sharded_modules(model):

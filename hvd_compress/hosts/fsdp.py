@@ -168,17 +168,21 @@ class FSDPHost(TorchHost):
         for other in others:
             other.remove()
         self._attach()
-        for module in modules:
-            for group in groups_of(module):
-                if all(hook.group is not group for hook in self._module_hooks):
-                    self._module_hooks.append(ModuleHook(module, group, self._reduced, not averages))
-        this = weakref.ref(self)
-        for name, p in {id(p): (name, p) for name, p in named}.values():
-            if p.is_floating_point() or p.is_complex():  # others cannot be trained
-                hook = _ParameterHook(this, name, numbers.get(id(p)), checked=p.requires_grad)
-                p.requires_grad_()
-                self._parameter_hooks.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-                p.requires_grad_(hook.checked)
+        try:
+            for module in modules:
+                for group in groups_of(module):
+                    if all(hook.group is not group for hook in self._module_hooks):
+                        self._module_hooks.append(ModuleHook(module, group, self._reduced, not averages))
+            this = weakref.ref(self)
+            for name, p in {id(p): (name, p) for name, p in named}.values():
+                if p.is_floating_point() or p.is_complex():  # others cannot be trained
+                    hook = _ParameterHook(this, name, numbers.get(id(p)), checked=p.requires_grad)
+                    p.requires_grad_()
+                    self._parameter_hooks.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                    p.requires_grad_(hook.checked)
+        except BaseException:
+            self.remove()
+            raise
         remember(modules, engine.method)
         self.handle, self.modules = FSDPHooks(self), modules
         return self.handle

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..engine.engine import Engine
@@ -19,7 +18,8 @@ from ..engine.hashes import hash_of
 from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.optimizers import parameters_of
-from ..engine.shards import local
+from ..engine.shards import any_in_shards, local
+from ..engine.wrappers import leaves
 from .common_weights import Weight, parted
 
 
@@ -38,33 +38,41 @@ class AveragedSteps:
     def __init__(self, optimizers: Sequence[Optimizer], weights: Sequence[Weight], engine: Engine) -> None:
         ids = {optimizer: parameters_of([optimizer]) for optimizer in optimizers}
         self._weights = {one: [w for w in weights if id(w.parameter) in held] for one, held in ids.items()}
-        self._hook: RemovableHandle | None = None
+        self._hooks = dict[Optimizer, tuple[RemovableHandle, ...]]()
         self._withheld: dict[Tensor, Tensor] = {}
         # Optimizers that the user has stepped since the last round, or may have.
         self._called, self._engine = set(optimizers), engine
+        # By optimizer whose last step was by gradients of 0, the hash of the state that this has created.
+        self._created = dict[Optimizer, int]()
         # Peers that come and go are at other places of a schedule.
         self._uncompared = {"params", "lr"} if isinstance(engine.collectives, Membership) else {"params"}
 
     def restart(self) -> None:
         """Other ranks, or another state."""
-        self.after_step()
+        self._created.clear()
+        for optimizer in self._weights:
+            self.after_step(optimizer)
         self._called.update(self._weights)
 
     def before_step(self, optimizer: Optimizer, begun: bool) -> None:
-        """The user's step of an optimizer begins. Its own hooks come first, which may clip. A step that only creates
-        a state is left alone (:meth:`~hvd_compress.engine.optimizers.Optimizers.applies_gradients`)."""
+        """The user's step of an optimizer begins. Its own hooks come first, which may clip. A step that may only create
+        a state is left alone, see :meth:`called`."""
         own = [weight.parameter for weight in self._weights.get(optimizer, ())]
         if any(p in self._withheld for p in own) and all(p.grad is None for p in own):
             return  # super().step() of one whose gradients are withheld already
-        self.after_step()
+        self._created.pop(optimizer, None)
+        self.after_step(optimizer)
         if not own:
             return
         self.refuse_counts(optimizer)
         if not optimizer.state and not (begun and any(group.get("lr") for group in optimizer.param_groups)):
             grads = [p.grad for p in own if p.grad is not None]
-            if grads and not any(bool(local(grad).any()) for grad in grads):
+            if grads and not any(map(any_in_shards, grads)):  # or Muon would wait for ranks that do not step
+                self._created[optimizer] = 0
                 return
-        self._hook = optimizer.register_step_pre_hook(self._take)
+        pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+        self._hooks[optimizer] = pre(self._take), post(self._give_back)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[optimizer][1].id, last=False)  # type: ignore[attr-defined]
 
     def refuse_counts(self, optimizer: Optimizer) -> None:
         """Raises ``ValueError`` for an optimizer on averaged gradients that counts calls in its groups."""
@@ -94,10 +102,25 @@ class AveragedSteps:
                     weight.sums.add_(local(grad).detach() if scale is None else local(grad).detach() / scale)
         _give(self._withheld, {})
 
-    def after_step(self) -> None:
-        """The user's step has ended, or was interrupted: the gradients are the user's, unless there are new ones."""
-        if self._hook is not None:
-            self._hook.remove()
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The user's step has ended, or was interrupted. Hooks of others stay: one of these may have called this."""
+        for hook in self._hooks.pop(optimizer, ()):
+            hook.remove()
+        self._give_back()
+        if optimizer in self._created:
+            self._created[optimizer] = self._hash_of_states([optimizer])
+
+    def called(self) -> list[Weight]:
+        """``LocalSteps.step()`` is called: a last step by gradients of 0 was the user's, unless a state was loaded
+        since. It creates no state, which other ranks may not have. Returns the weights that it may have moved."""
+        found = [one for one, created in self._created.items() if created == self._hash_of_states([one])]
+        self._created.clear()
+        for optimizer in found:
+            optimizer.state.clear()
+        return [weight for optimizer in found for weight in self._weights[optimizer]]
+
+    def _give_back(self, *_: object) -> None:
+        """The gradients are the user's, unless there are new ones: before its other hooks, which may clear them."""
         _give([p for p in self._withheld if p.grad is None], self._withheld)
         self._withheld.clear()
 
@@ -105,7 +128,7 @@ class AveragedSteps:
         """Moves weights and states by the averages of sums of ``calls``, by name. Where an average is not finite, the
         optimizer gets 0, and the parameter becomes NaN or infinite. ``rates``: the mean of the ranks' :meth:`rates`.
         Returns whether there was a call; without one, averages are of residuals."""
-        self.after_step()
+        self._give_back()
         mean, *each = [float(calls)] if rates is None else rates.tolist()
         calls, given = max(1, round(mean)), iter(each)
         for optimizer, held in self._weights.items() if mean else ():
@@ -137,8 +160,7 @@ class AveragedSteps:
         return bool(mean)
 
     def rates(self, calls: int) -> Tensor:
-        """The calls, and each group's learning rate times these, float64: peers, of which not all have taken as many,
-        average them."""
+        """The calls, and each group's learning rate times these, float64: averaged by peers, whose calls differ."""
         each = [float(group.get("lr", 0.0)) for optimizer in self._weights for group in optimizer.param_groups]
         return torch.tensor([1.0, *each], dtype=torch.float64, device=self._engine.parameters[0].device) * calls
 
@@ -158,15 +180,18 @@ class AveragedSteps:
         no optimizers. Synchronises a GPU if settings are on it."""
         values = [v for o in self._weights for g in o.param_groups for k, v in g.items() if k not in self._uncompared]
         plain = [value.tolist() if isinstance(value, Tensor) else value for value in values]
-        settings = [value for value in plain if isinstance(value, int | float | tuple | list)]
+        settings = [value for value in plain if isinstance(value, int | float | str | tuple | list | None)]
         return zlib.crc32(repr((facts, settings)).encode()) if self._weights else 0
 
     def digest_of_all(self) -> int:
         """:meth:`digest` with the optimizers' parameters and states. Synchronises a GPU."""
-        held = [(optimizer, weight) for optimizer, weights in self._weights.items() for weight in weights]
-        states = tree_leaves([optimizer.state.get(weight.parameter, {}) for optimizer, weight in held])
-        tensors = (local(leaf) for leaf in states if isinstance(leaf, Tensor))
-        return self.digest([weight.number for _, weight in held], hash_of(tensors))
+        numbers = [weight.number for weights in self._weights.values() for weight in weights]
+        return self.digest(numbers, self._hash_of_states(self._weights))
+
+    def _hash_of_states(self, optimizers: Iterable[Optimizer]) -> int:
+        held = [(optimizer, weight) for optimizer in optimizers for weight in self._weights[optimizer]]
+        states = leaves([optimizer.state.get(weight.parameter, {}) for optimizer, weight in held])
+        return hash_of(local(leaf) for _, leaf in states if isinstance(leaf, Tensor))
 
 
 def _give(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor | None]) -> None:

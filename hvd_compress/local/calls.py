@@ -88,8 +88,7 @@ class Calls:
 
     @contextmanager
     def meeting(self, row: Row) -> Iterator[None]:
-        """A context for collectives in which the others may not take part: an error of the host says what this rank
-        was in."""
+        """A context for collectives in which others may not take part: errors of the host say what this rank was in."""
         try:
             yield
         except RuntimeError as error:

@@ -12,8 +12,7 @@ from .common_weights import Weight
 
 @dataclass(frozen=True)
 class Fragment:
-    """Weights that are exchanged together: ``works``, buckets with all of their pieces, and the uncompressed tensors
-    beside them."""
+    """Weights that are exchanged together: ``works``, whole buckets, and the uncompressed tensors beside them."""
 
     number: int
     weights: Sequence[Weight]
@@ -90,8 +89,7 @@ class Turns:
         self.ages[number] = self._taken_back[number] = 0
 
     def take_back(self, fragment: Fragment, age: int, at_once: bool) -> None:
-        """Notes that an exchange of so many steps was taken back. ``at_once``: the next one is due with the next call,
-        not after an interval."""
+        """Notes that an exchange of so many steps was taken back. ``at_once``: the next call begins another one."""
         counts = self.ages if at_once else self._taken_back
         counts[fragment.number] += age
 

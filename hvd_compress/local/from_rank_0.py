@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..engine.collectives import Collectives, Request, allgather
 from ..engine.engine import Engine
-from ..engine.wrappers import inside
+from ..engine.wrappers import inside, leaves, mapped
 
 # Bytes of a message, unless one tensor has more.
 _MESSAGE = 2**26
@@ -82,32 +81,33 @@ def _same_forms(forms: list[int], engine: Engine) -> list[bool]:
 
 
 class _Nested:
-    """Nested values of an optimizer, which belong into ``owner``: the tensors and numbers in them, and a hash of their
-    form. Keys that are parameters do not count in it."""
+    """Nested values of an optimizer, which belong into ``owner``: the tensors and numbers in them, and their form.
+    Keys that are parameters do not count in it."""
 
     def __init__(self, values: dict[Any, Any], owner: Any) -> None:
-        self.owner, self._keys = owner, list(values)
-        self._leaves, self._spec = tree_flatten(list(values.values()))
-        each = [_tensors(leaf) for leaf in self._leaves]
-        self.tensors = [tensor for tensors in each for tensor in tensors]
-        kinds = [
-            (type(leaf), *((t.shape, t.dtype) for t in tensors), leaf if isinstance(leaf, str | bool) else None)
-            for leaf, tensors in zip(self._leaves, each, strict=True)
+        self.owner, self._values = owner, values
+        found = [(path, leaf, _tensors(leaf)) for path, leaf in leaves(values)]
+        self._each = [tensors for *_, tensors in found]
+        self.tensors = [tensor for tensors in self._each for tensor in tensors]
+        self.form = [
+            (path, type(leaf), *((t.shape, t.dtype) for t in tensors), leaf if isinstance(leaf, str | bool) else None)
+            for path, leaf, tensors in found
         ]
-        self.form = f"{[key for key in values if not isinstance(key, Tensor)]} {self._spec} {kinds}"
 
     def fill(self, values: Iterator[Tensor]) -> None:
         """Writes the next of ``values`` into the tensors, and the numbers to the owner."""
         for tensor in self.tensors:
             tensor.copy_(next(values))
-        numbers = iter(self.tensors)
-        filled = tree_unflatten([_filled(leaf, numbers) for leaf in self._leaves], self._spec)
-        self.owner.update(zip(self._keys, filled, strict=True))
+        each = iter(self._each)
+
+        def filled(leaf: Any) -> Any:
+            return own[0].item() if (own := next(each)) and not isinstance(leaf, Tensor) else leaf
+
+        self.owner.update(mapped(filled, self._values))
 
 
 def _tensors(leaf: Any) -> list[Tensor]:
-    """The plain tensors of a leaf: itself, this rank's part of a DTensor, those inside of another subclass, or one of a
-    number; none of anything else."""
+    """The plain tensors of a leaf: itself, a DTensor's local one, those in a subclass, or one of a number; or none."""
     if isinstance(leaf, Tensor):
         if hasattr(leaf, "__tensor_flatten__"):
             return [tensor for name in leaf.__tensor_flatten__()[0] for tensor in _tensors(getattr(leaf, name))]
@@ -115,12 +115,6 @@ def _tensors(leaf: Any) -> list[Tensor]:
     if type(leaf) not in _DTYPES or (type(leaf) is int and not -(2**63) <= leaf < 2**63):
         return []
     return [torch.tensor(leaf, dtype=_DTYPES[type(leaf)], device="cpu")]
-
-
-def _filled(leaf: Any, tensors: Iterator[Tensor]) -> Any:
-    """A leaf whose tensors, the next ones, were written to."""
-    own = [next(tensors) for _ in _tensors(leaf)]
-    return leaf if isinstance(leaf, Tensor) or not own else own[0].item()
 
 
 def _bytes(tensor: Tensor, device: torch.device) -> Tensor:

@@ -30,8 +30,7 @@ class Lengths:
         self._device = engine.parameters[0].device
 
     def square(self, weight: Weight, tensor: Tensor | Average | None) -> Tensor:
-        """The sum of squares of a tensor of a weight: float64, (). None: of the progress that the compressor has from
-        the weight and its start."""
+        """The sum of squares of a tensor of a weight: float64, (). None: of the progress that is in codes."""
         with weight.order:
             if tensor is None:
                 coded = weight.in_codes
@@ -46,8 +45,7 @@ class Lengths:
         self, weights: Sequence[Weight], averages: Mapping[str, Tensor | Average], squares: Tensor | None
     ) -> None:
         """Multiplies the averaged difference of each weight, by name, by a factor of at most the square root of the
-        ranks, that of differences at right angles; not those whose length is 0 or not finite. Waits for the shard
-        group.
+        ranks, that of differences at right angles; not if a length is 0 or not finite. Waits for the shard group.
 
         Args:
             squares: the mean over ranks of :meth:`square` of their differences, float64, (weights,); None: no weights.

@@ -14,20 +14,20 @@ Given = Optimizer | Sequence[Optimizer]
 
 
 class LocalOptimizers:
-    """One optimizer, or several of different parameters: for example ``torch.optim.Muon`` of matrices and AdamW of the
-    rest.
+    """One optimizer, or several of different parameters: ``torch.optim.Muon`` of matrices, AdamW of the rest.
 
     Args:
         given: by the user; those that Accelerate and Lightning wrap are taken out of their wrappers.
         averaged: those on averaged gradients, which may be among the others or inside them.
+        apart: whether shards of a parameter are in different fragments.
 
     Raises:
         TypeError: not an optimizer, or a sequence of them.
         ValueError: one that does not fit, see :mod:`hvd_compress.guards.unfit_optimizer`.
     """
 
-    def __init__(self, given: Given, averaged: Given) -> None:
-        self.averaged = [part for optimizer in _without_wrappers(averaged) for part in check_averaged(optimizer)]
+    def __init__(self, given: Given, averaged: Given, apart: bool) -> None:
+        self.averaged = [part for one in _without_wrappers(averaged) for part in check_averaged(one, apart)]
         local = _without_wrappers(given)
         inner = {part for optimizer in local for part in inside(optimizer)}
         self.all = [*local, *(optimizer for optimizer in self.averaged if optimizer not in inner)]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..engine.engine import Engine
 from ..engine.membership import Membership, NoQuorum, PeerLost
-from ..engine.state import Saved, TensorLeaf, Tree, check, load, save
+from ..engine.state import Saved, Tree, check, load, save
 from .common_weights import CommonWeights
 
 Attempt = tuple[int, int]
@@ -46,8 +46,7 @@ class Peers:
         self._before_healing: Callable[[], None] = lambda: None
 
     def register(self) -> None:
-        """Lets other ranks be healed from this one, and this one from them. Raises ``ValueError`` if the ``Manager``
-        has a compressor already."""
+        """Lets ranks be healed from each other. Raises ``ValueError`` if the ``Manager`` has a compressor already."""
         self._members.heal_with(self._save, self._load)
 
     def begin(self, before_healing: Callable[[], None]) -> bool:
@@ -64,8 +63,7 @@ class Peers:
         return True
 
     def enter(self) -> None:
-        """Begins with the ranks of the last quorum. If they are others than before, no earlier round can be taken back
-        any more."""
+        """Begins with the ranks of the last quorum. If they are others, no earlier round can be taken back any more."""
         if self._changed:
             self._engine.comparison.register(self._engine.method)
             self._engine.restart()
@@ -117,10 +115,6 @@ class Peers:
 
     def _shared(self) -> Tree:
         """Describes the state that all ranks have in common between rounds."""
-        weights = self._common.weights
-        return {
-            "rounds": self._engine.state(),
-            "steps": self._steps,
-            "common": {w.name: TensorLeaf(w.common) for w in weights},
-            "velocity": {w.name: TensorLeaf(w.velocity) for w in weights if w.velocity is not None},
-        }
+        common = self._common.state()
+        named = {key: common[key] for key in ("common", "velocity")}
+        return {"rounds": self._engine.state(), "steps": self._steps, **named}

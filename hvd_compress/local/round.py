@@ -41,6 +41,24 @@ class _Doubt(_Sent):
     attempt: Attempt
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of :class:`hvd_compress.LocalSteps` that must be the same on all ranks, beside the period."""
+
+    unsent: str
+    decay: float
+    outer_lr: float
+    outer_momentum: float
+    restore_length: bool
+    fragments: int
+    delay: int
+
+    @property
+    def plain(self) -> bool:
+        """Whether the outer optimizer adds averages to the common weights as they are."""
+        return self.outer_lr == 1.0 and not self.outer_momentum
+
+
 class Round:
     """The round in flight, one at most, without a thread: each call of ``LocalSteps.step()`` resumes it.
 
@@ -65,8 +83,6 @@ class Round:
     Args:
         averaged: the optimizers on averaged gradients.
         calls, gradients: compare what the ranks are in, and whether their gradients are their own.
-        decay: factor of the residuals after a round.
-        lengths: restores the length of averages, or None.
         peers: if ranks come and go, or None: a round that fails is then taken back, and raises no error.
     """
 
@@ -78,14 +94,13 @@ class Round:
         turns: Turns,
         calls: Calls,
         gradients: OwnGradients,
-        delay: int,
-        decay: float,
-        lengths: Lengths | None,
+        settings: Settings,
         peers: Peers | None,
     ) -> None:
-        self._engine, self._common, self._turns, self._delay, self._decay = engine, common, turns, delay, decay
-        self._calls, self._gradients, self._lengths, self._peers = calls, gradients, lengths, peers
-        self._averaged = averaged
+        self._engine, self._common, self._turns, self._averaged = engine, common, turns, averaged
+        self._calls, self._gradients, self._peers = calls, gradients, peers
+        self._delay, self._decay = settings.delay, settings.decay
+        self._lengths = Lengths(engine) if settings.restore_length else None
         self._devices = {parameter.device for parameter in engine.parameters}
         #: Calls until the round lands, and whether the last one has landed.
         self._left, self._landed = 0, False
@@ -349,8 +364,7 @@ class Round:
         return progress
 
     def _write(self, weights: Iterable[Weight], extra: Mapping[str, Tensor]) -> None:
-        """Writes weights of this rank: their start, what is ``extra`` by name, and the progress since ``before``. Sums
-        get what is extra."""
+        """Writes this rank's weights: start, ``extra`` and progress since ``before``. Sums get what is extra."""
         for weight in weights:
             before, left = self._before.pop(weight.name, None), extra.get(weight.name, _NOTHING)
             with weight.order:

@@ -16,7 +16,7 @@ counted, and optimizers are not looked at.
 import time
 import weakref
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from torch.optim import Optimizer
@@ -27,6 +27,7 @@ from ..engine.membership import Membership
 from ..engine.modes import modes_off
 from ..engine.optimizers import parameters_of
 from ..engine.owner import in_use
+from ..engine.shards import local, shards
 from ..engine.state import Entry, Fixed, Tree
 from ..guards.averaging import average_again
 from ..guards.local_steps import LocalGuards
@@ -39,31 +40,12 @@ from .common_weights import CommonWeights, scale_residuals
 from .fragments import Turns
 from .from_rank_0 import share_states
 from .holders import Holders
-from .lengths import Lengths
 from .optimizers import Given, LocalOptimizers
 from .peers import Peers
-from .round import Round
+from .round import Round, Settings
 
 # Seconds between two attempts to join.
 _PAUSE = 0.5
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Arguments of :class:`hvd_compress.LocalSteps` that must be the same on all ranks, beside the period."""
-
-    unsent: str
-    decay: float
-    outer_lr: float
-    outer_momentum: float
-    restore_length: bool
-    fragments: int
-    delay: int
-
-    @property
-    def plain(self) -> bool:
-        """Whether the outer optimizer adds averages to the common weights as they are."""
-        return self.outer_lr == 1.0 and not self.outer_momentum
 
 
 class Rounds(Clock):
@@ -88,7 +70,9 @@ class Rounds(Clock):
         watches: bool,
     ) -> None:
         self._engine, self._settings = engine, settings
-        self._optimizers = LocalOptimizers(*optimizers)
+        # Then the ranks of a shard group have different buckets.
+        uneven = any(p.numel() != local(p).numel() * shards(p) for p in engine.parameters)
+        self._optimizers = LocalOptimizers(*optimizers, apart=uneven and settings.fragments > 1)
         summed = parameters_of(self._optimizers.averaged)
         self._common = CommonWeights(engine, settings.unsent, settings.outer_lr, settings.outer_momentum, summed)
         check_parameters(self._optimizers.all, self._common.ids)
@@ -106,18 +90,8 @@ class Rounds(Clock):
             if summed and members.group_size > 1:
                 raise ValueError("on_averaged_gradients does not go with torchft replica groups of several ranks")
             self._peers = Peers(engine, members, self._common, self._optimizers.averaged, self.turns.steps())
-        self._round = Round(
-            engine,
-            self._common,
-            self._averaged,
-            self.turns,
-            self._calls,
-            self._guards.gradients,
-            settings.delay,
-            settings.decay,
-            Lengths(engine) if settings.restore_length else None,
-            self._peers,
-        )
+        averaged, gradients = self._averaged, self._guards.gradients
+        self._round = Round(engine, self._common, averaged, self.turns, self._calls, gradients, settings, self._peers)
         self._holders = Holders(named, model)
         #: Whether the common weights have been taken from the parameters, and whether a local step has followed.
         self._taken, self._begun = False, False
@@ -143,6 +117,9 @@ class Rounds(Clock):
         self._begin()
         self._round.refuse_applied_in_part()
         self._guards.call(self._exchanging, self.stepped)
+        if moved := self._averaged.called():
+            self._common.write_common(moved)
+            self._note()
         self._begun, self.stepped, self.moved = True, False, True
         self._applied.clear()
         self.turns.count()
@@ -312,7 +289,7 @@ class Rounds(Clock):
                 self._applied.add(optimizer)
 
     def after_optimizer_step(self, optimizer: Optimizer, counts: bool) -> None:
-        self._averaged.after_step()
+        self._averaged.after_step(optimizer)
         if self._exchanging:
             self._averaged.refuse_counts(optimizer)
         self._guards.after_optimizer_step(optimizer, self._exchanging, self._begun)

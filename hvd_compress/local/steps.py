@@ -10,7 +10,8 @@ from ..engine.arguments import check_flag, check_integer, check_number
 from ..engine.modes import modes_off
 from ..guards.unfit_compressor import check_compressor, check_own_gradients
 from ..methods.base import Compressor
-from .rounds import Rounds, Settings
+from .round import Settings
+from .rounds import Rounds
 
 
 class LocalSteps:
@@ -86,8 +87,7 @@ class LocalSteps:
         optimizer: the optimizer that takes the local steps, or a list of several, of different parameters. They must
             hold no trained parameter that the compressor was not given. A parameter that none of them holds is
             averaged, too. Accelerate's and Lightning's wrappers are removed.
-        period: calls of :meth:`step` between two exchanges of a weight, at least 1. It can be changed in training
-            (:attr:`period`).
+        period: calls of :meth:`step` between two exchanges of a weight, from 1; can be changed (:attr:`period`).
         unsent: where the part of the difference stays that was not sent: in an error-feedback ``"buffer"``, so that all
             ranks have the same weights after an exchange, or in the rank's own ``"weights"``.
         decay: factor of that buffer after each exchange, in [0, 1]; SparseLoCo's is 0.95.
@@ -182,8 +182,7 @@ class LocalSteps:
         its first period. Without a manager it does nothing.
 
         Raises:
-            RuntimeError: on all ranks, their options differ; rounds have failed more often than the manager's
-                ``max_retries``.
+            RuntimeError: on all ranks, options that differ; rounds that failed more than the manager's ``max_retries``.
         """
         self._rounds.join()
 

@@ -41,8 +41,7 @@ class Surroundings:
     """The carriers and hosts of a compressor, given when the package is put together: a method imports neither.
 
     ``collectives`` makes those of a ``process_set`` or a ``process_group``; ``clock`` the host's side of an engine,
-    with a ``grad_scaler`` or None; ``horovod`` is the class of Horovod's side, since Horovod calls the compressor
-    itself.
+    with a ``grad_scaler`` or None; ``horovod`` is the class of Horovod's side: Horovod calls the compressor.
     """
 
     collectives: Callable[[Any, Any], Collectives]

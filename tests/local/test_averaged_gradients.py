@@ -1,6 +1,7 @@
 """Optimizers on averaged gradients: their weights and states are common to all ranks, and move once a round."""
 
 import copy
+from collections import UserDict, UserList
 from functools import partial
 
 import pytest
@@ -298,7 +299,7 @@ def test_loops_of_users():
             (p.sum() * (number + 0.25)).backward()
         grad = p.grad
         optimizer.step()
-        assert p.grad is grad and seen.pop() is None
+        assert p.grad is grad and seen.pop() is grad
         world.run(lambda i: worker.local.step())
         assert equal(before, worker.weights())
     torch.testing.assert_close(sums(worker)[0], torch.full_like(p, 0.5 + 1.0))
@@ -307,6 +308,40 @@ def test_loops_of_users():
     assert world.run(lambda i: worker.local.step()) == [True]
     assert seen == [None] and p.grad is None
     torch.testing.assert_close(before[0] - worker.weights()[0], torch.full_like(p, 0.1 * 3 * 0.5))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_post_hooks_may_clear_the_gradients(set_to_none):
+    """They had no effect, and gradients of earlier calls were added again."""
+    results = []
+    for hooked in (True, False):
+        world, (worker,) = workers(1, **{**ALL, "optimizer": partial(torch.optim.SGD, lr=0.1), "period": 3})
+        (optimizer,), p = worker.averaged, next(worker.model.parameters())
+        clear = partial(optimizer.zero_grad, set_to_none)
+        if hooked:
+            optimizer.register_step_post_hook(lambda *_, clear=clear: clear())
+        for number in range(3):
+            (p.sum() * (number + 1.0)).backward()
+            optimizer.step()
+            if not hooked:
+                clear()
+            world.run(lambda i, worker=worker: worker.local.step())
+        results.append([*worker.weights(), *([] if p.grad is None else [p.grad])])
+    assert equal(*results) and len(results[0]) == len(worker.weights()) + (not set_to_none)
+
+
+@pytest.mark.parametrize("numbers", [[1], [0, 1]], ids=str)
+def test_a_post_hook_may_step_another_optimizer(numbers):
+    results = []
+    for hooked in (True, False):
+        world, (worker,) = workers(1, **{**EXACT, "averaged": numbers})
+        muon, adamw = worker.optimizers
+        if hooked:
+            adamw.register_step_post_hook(lambda *_, muon=muon: muon.step())
+        worker.optimizers = [adamw] if hooked else [adamw, muon]
+        world.run(lambda i, worker=worker: worker.train(6))
+        results.append(worker.weights())
+    assert equal(*results)
 
 
 class Derived(torch.optim.SGD):
@@ -691,6 +726,17 @@ def test_settings_that_differ_between_ranks_are_an_error_on_all():
             world.run(call)
 
 
+def test_settings_that_are_texts_are_compared():
+    def muon(parameters):
+        return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.02)
+
+    world, group = workers(2, build=NoCompression, unsent="buffer", period=2, optimizer=muon, averaged=[0])
+    world.run(lambda i: group[i].train(2))
+    group[1].averaged[0].param_groups[0]["adjust_lr_fn"] = "match_rms_adamw"
+    with pytest.raises(RuntimeError, match="lr and other settings"):
+        world.run(lambda i: group[i].train(2))
+
+
 @pytest.mark.parametrize("options", [EXACT, {**LOW_BIT, **IN_TURN}], ids=["at once", "in turn"])
 def test_finish_after_unequal_counts_of_calls_says_so_on_all(options):
     """One step of the optimizer stands for as many calls as rank 0's sums are of."""
@@ -711,6 +757,16 @@ def test_states_that_differ_at_the_beginning_are_an_error_on_all():
     world, group = workers(2, **ALL, optimizer=partial(torch.optim.AdamW, lr=0.01))
     dense = group[1].averaged[0]
     dense.state[held(group[1])[0]] = {"step": torch.tensor(1.0)}
+    with pytest.raises(RuntimeError, match="on_averaged_gradients"):
+        world.run(lambda i: group[i].train(1))
+
+
+@pytest.mark.parametrize("container", [UserDict, UserList], ids=lambda kind: kind.__name__)
+def test_states_in_containers_of_ones_own_are_compared(container):
+    world, group = workers(2, **ALL, optimizer=partial(torch.optim.SGD, lr=0.01))
+    for rank, worker in enumerate(group):
+        mine = torch.tensor([float(rank)])
+        worker.averaged[0].state[held(worker)[0]] = {"own": container([mine] if container is UserList else {"a": mine})}
     with pytest.raises(RuntimeError, match="on_averaged_gradients"):
         world.run(lambda i: group[i].train(1))
 
@@ -738,6 +794,41 @@ def test_a_step_that_creates_the_state_does():
         optimizer.param_groups[0]["lr"] = rate
         assert optimizer.state
         optimizer.state.clear()
+
+
+@pytest.mark.parametrize("zero", [[1], [0, 1]], ids=str)
+def test_first_gradients_of_zero_create_no_state_of_a_ranks_own(zero):
+    """That of one rank was an error on all, and that of all counted as a step."""
+    world, group = workers(2, **{**ALL, "optimizer": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5)})
+    before = averaged(group[0])
+
+    def body(i):
+        for p in held(group[i]):
+            p.grad = torch.zeros_like(p) if i in zero else torch.ones_like(p)
+        group[i].averaged[0].step()
+        group[i].local.step()
+
+    world.run(body)
+    assert not states(group[0]) and not states(group[1])
+    assert equal(before, averaged(group[0])) and equal(before, averaged(group[1]))
+    world.run(lambda i: group[i].train(5, first=1))
+    assert same(*group) and equal(states(group[0]), states(group[1]))
+    assert all(state["step"] == 6 for state in group[0].averaged[0].state.values())
+
+
+def test_a_state_that_is_loaded_after_its_creation_stays():
+    """Also if a GradScaler skips the first step."""
+    world, group = workers(2, **{**ALL, "optimizer": partial(torch.optim.AdamW, lr=0.01)})
+    loaded = workers(1, **{**ALL, "optimizer": partial(torch.optim.AdamW, lr=0.01)})[1][0]
+    loaded.local.close()
+    loaded.local_step(0)
+    for worker in group:
+        for p in held(worker):
+            p.grad = torch.zeros_like(p)
+        worker.averaged[0].step()
+        worker.averaged[0].load_state_dict(loaded.averaged[0].state_dict())
+    world.run(lambda i: group[i].local.step())
+    assert equal(states(group[0]), states(loaded)) and equal(states(group[1]), states(loaded))
 
 
 def test_a_schedule_that_begins_with_zero_creates_no_state_of_a_ranks_own():

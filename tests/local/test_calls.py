@@ -166,3 +166,14 @@ def test_an_outer_optimizer_works_on_one_rank():
     world.run(lambda i: group[i].train(6))
     assert group[0].compression.stats()["steps"] == 2
     assert all(not torch.equal(*pair) for pair in zip(before, group[0].weights(), strict=True))
+
+
+def test_steps_that_are_skipped_at_first_hide_no_gradients_that_are_averaged():
+    """By a GradScaler: gradients were looked at before the first four exchanges only, also if there were none."""
+    world, group = workers(2, period=1)
+    for worker in group:
+        worker.rank = 0
+    for _ in range(4):
+        world.run(lambda i: group[i].local.step())
+    with pytest.warns(UserWarning, match="all ranks have the same gradients"):
+        world.run(lambda i: group[i].train(1))

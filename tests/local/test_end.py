@@ -3,7 +3,9 @@
 import copy
 import gc
 import weakref
+from collections import OrderedDict, UserDict, UserList
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -44,6 +46,40 @@ class Counting(torch.optim.SGD):
                     "count": state.get("own", {"count": 0})["count"] + 1,
                     "name": "x",
                 }
+
+
+class Held(OrderedDict):
+    """A dict of one's own, as the outputs of transformers."""
+
+
+class Point(NamedTuple):
+    mean: torch.Tensor
+    count: int
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps nested values in containers that torch's pytree does not know, and in a tuple with names."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            own = Held(sum=p.grad.sum(), nested=UserDict(items=UserList([p.grad.mean(), float(p.grad.max())])))
+            self.state[p]["own"] = Held(own, point=Point(p.grad.amax(), int(1e6 * p.grad.abs().max())))
+
+
+class ByName(torch.optim.Optimizer):
+    """Holds optimizers in a dict, one of them twice, and is known to one of them."""
+
+    def __init__(self, first, second):
+        self.optimizers, self.defaults, first.whole = {"first": first, "both": [first, second]}, {}, self
+
+    @property
+    def param_groups(self):
+        return [group for one in self.optimizers["both"] for group in one.param_groups]
+
+    def step(self, closure=None):
+        for one in self.optimizers["both"]:
+            one.step()
 
 
 OPTIMIZERS = [
@@ -104,6 +140,49 @@ def test_optimizers_in_wrappers_and_in_another_order():
     world.run(lambda i: (group[i].train(4), group[i].local.end()))
     dense_steps(group, 2)
     assert same(*group)
+
+
+def test_values_in_containers_of_ones_own_become_rank_0s():
+    """They stayed each rank's own, without a warning."""
+    world, group = workers(2, unsent="buffer", optimizer=lambda parameters: Keeping(parameters, lr=0.1))
+    world.run(lambda i: group[i].train(4))
+    one, other = ([state["own"] for state in worker.optimizers[0].state.values()] for worker in group)
+    before = copy.deepcopy(one)
+    assert one != other
+    world.run(lambda i: group[i].local.end())
+    for worker in group:
+        after = [state["own"] for state in worker.optimizers[0].state.values()]
+        assert after == before and {*map(type, after)} == {Held}
+        assert {type(own["nested"]) for own in after} == {UserDict} and {type(own["point"]) for own in after} == {Point}
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_optimizers_in_a_dict(averages):
+    world, group = ThreadWorld(2), []
+    for rank in range(2):
+        model = mixed_model()
+        muon, dense = muon_and_adamw(model.parameters())
+        container = ByName(muon, dense)
+        compression = NoCompression(model.named_parameters(), collectives=world.collectives(rank))
+        more = {"on_averaged_gradients": container} if averages else {}
+        group.append((model, container, LocalSteps(compression, container, 2, **more)))
+
+    def train(rank):
+        model, container, local = group[rank]
+        before = [p.detach().clone() for p in model.parameters()]
+        for step in range(3):
+            for p, grad in zip(model.parameters(), gradients(model, 100 * step + rank), strict=True):
+                p.grad = grad
+            container.step()
+            if not step:
+                assert equal(before, [p.detach() for p in model.parameters()]) == averages
+            local.step()
+        local.end()
+        states = [state for one in container.optimizers["both"] for state in one.state.values()]
+        return [value for state in states for value in state.values()]
+
+    one, other = world.run(train)
+    assert one and equal(one, other)
 
 
 @on_both_hosts

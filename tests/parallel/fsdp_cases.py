@@ -386,6 +386,38 @@ def local_muon_steps():
 
 
 @register(CASES, once=True)
+def muon_on_averaged_gradients():
+    """It makes whole matrices of shards, of 12 and 13 rows here, and both ranks of a group must take part: also where
+    the first gradient of a rank is 0. In fragments they do not, as other shards are together on each rank."""
+    averaged: list[torch.optim.Optimizer] = []
+
+    def combined(kind: Any, parameters: list[torch.nn.Parameter]) -> Any:
+        averaged[:] = [kind([p for p in parameters if p.dim() == 2], lr=0.02)]
+        return CombinedOptimizer([torch.optim.SGD([p for p in parameters if p.dim() != 2], lr=0.05), *averaged])
+
+    build = partial(hvd_compress.Quantized, bits=2, bucket_mb=5 / 1024)
+    settings = {"period": 3, "unsent": "buffer", "on_averaged_gradients": averaged}
+    trained = Job(build=build, optimizer=partial(combined, torch.optim.Muon), local=settings)
+    before = trained.weights()["head.weight"]
+    trained.backward()
+    for p in trained.model.parameters() if rank() % 2 else ():
+        local(p.grad).zero_()
+    trained.optimizer.step()
+    trained.local.step()
+    trained.optimizer.zero_grad()
+    trained.train(6)
+    trained.local.end(trained.model)
+    trained.assert_equal_replicas()
+    assert not torch.equal(before, trained.weights()["head.weight"])
+    settings["fragments"] = 3
+    with pytest.raises(ValueError, match="Muon of on_averaged_gradients may need whole matrices"):
+        Job(build=build, optimizer=partial(combined, torch.optim.Muon), local=settings)
+    adamw = Job(build=build, optimizer=partial(combined, torch.optim.AdamW), local=settings).train(4)
+    adamw.local.end(adamw.model)
+    adamw.assert_equal_replicas()
+
+
+@register(CASES, once=True)
 def muon_of_shards():
     """torch's Muon steps shards as their whole matrix, to the rounding of its bfloat16, by up to 16 collectives."""
     mesh, data = mesh_of(2)["shard"], torch.Generator().manual_seed(0)
@@ -700,6 +732,24 @@ def a_refused_registration():
     ours.train(2)
     assert (ours.compression.step, blocks.step) == (2, 0)
     _assert_same(ours, native.train(2))
+
+
+@register(CASES, once=True)
+def a_registration_that_fails():
+    """It leaves no hooks, and the next one is as the first."""
+    ours, native = Job(build=EXACT["iwp"], loop=True), Job()
+    real, count = torch.Tensor.register_post_accumulate_grad_hook, itertools.count()
+
+    def failing(parameter: torch.Tensor, hook: Any) -> Any:
+        if next(count) == 5:
+            raise MemoryError
+        return real(parameter, hook)  # type: ignore[no-untyped-call]
+
+    with mock.patch.object(torch.Tensor, real.__name__, failing), pytest.raises(MemoryError):
+        hvd_compress.register_fsdp_hooks(ours.model, ours.compression)
+    assert not averaging.hooked(ours.model.parameters())
+    ours.hooks, ours.loop = hvd_compress.register_fsdp_hooks(ours.model, ours.compression), False
+    _assert_same(ours.train(2), native.train(2))
 
 
 @register(CASES, once=True)
