@@ -102,7 +102,7 @@ def named_pairs(named_parameters: NamedParameters, call: str) -> list[tuple[str,
 
 
 def refuse_flattened(name: str, parameter: Tensor) -> None:
-    """Raises ``ValueError`` for a parameter that FSDP1 has flattened: each rank has another part, of any shape."""
+    """Raises ``ValueError`` for a parameter that FSDP1 has flattened: ranks have other parts, maybe of one shape."""
     if getattr(parameter, "_fsdp_flattened", False):
         raise ValueError(
             f"{name} belongs to FSDP1 (FullyShardedDataParallel), which is not supported: shard the model by "

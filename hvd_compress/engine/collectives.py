@@ -115,7 +115,7 @@ class Handle(Protocol):
         the answer must not depend on timing: it decides the order of later ones."""
 
     def result(self, timeout: float = math.inf) -> torch.Tensor:
-        """Waits for the result, once. Raises ``TimeoutError`` after ``timeout`` seconds, or at the host's limit."""
+        """Waits for the result; called once. ``TimeoutError`` after ``timeout`` seconds, or at the host's limit."""
 
 
 class Collectives(Protocol):

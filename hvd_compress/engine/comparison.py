@@ -104,7 +104,7 @@ class Comparison:
         self.done = False
 
     def register(self, method: Any) -> None:
-        """Lets the process's other compressors call this one, from now on, and again with other ranks."""
+        """Lets the process's other compressors call this one, from now on, and again once the ranks have changed."""
         self._registry = self._collectives.registry()
         self._registry.add(method, self._number)
         self.changed()

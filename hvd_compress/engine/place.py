@@ -28,7 +28,7 @@ class Place:
 
 
 def is_large(parameter: Tensor, min_numel: int) -> bool:
-    """Whether a parameter has two or more dimensions and ``min_numel`` entries a rank: alike of uneven shards."""
+    """Whether a parameter has two or more dimensions and, on average over its shards, ``min_numel`` entries."""
     return parameter.dim() >= 2 and parameter.numel() // shards(parameter) >= min_numel
 
 

@@ -25,7 +25,7 @@ from .sharding import check_gradient_is_averaged, check_sharded
 
 
 def check_compressor(engine: Engine, scaler: bool, unsent: str, restore_length: bool, delay: int) -> None:
-    """Raises ``ValueError`` for a compressor that does not fit local steps. ``scaler``: whether it has one."""
+    """Raises ``ValueError`` for a compressor unfit for local steps. ``scaler``: whether it has a GradScaler."""
     method, traits, members = engine.method, engine.method.traits, engine.collectives
     if method.has_clock and method.clock.takes_local_steps:
         raise ValueError("this compressor has local steps already: build a new compressor, with all optimizers")
