@@ -301,7 +301,9 @@ fault() {
     PYTORCH_NO_CUDA_MEMORY_CACHING=1)
   # Of the GPU's core file, the state of its threads only.
   export CUDA_COREDUMP_GENERATION_FLAGS=skip_nonrelocated_elf_images,skip_global_memory,skip_shared_memory,skip_local_memory
+  export until=$((EPOCHSECONDS + 170))  # none begins later, or the step would end by its limit, as failed
   printf '%s\n' "${settings[@]}" "${settings[@]:2}" "${settings[@]:2}" | xargs -P 7 -I {} bash -c '
+      ((EPOCHSECONDS < until)) || exit 0
       IFS=";" read -ra settings <<<"{}"
       log=$work/fft_$$.txt begin=$SECONDS
       env ITEM=fft:plain CUDA_COREDUMP_FILE="$work/core.$$.%p" "${settings[@]}" \
