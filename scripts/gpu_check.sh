@@ -262,7 +262,7 @@ fi
 #   one-stream            whether streams are out of order: exchanges run on the caller's
 #   THRESHOLD, MEMCOPIES  whether Horovod's copy kernel takes part, which by its source stays within its tensors
 cat >"$work/fault.py" <<'FAULT'
-import contextlib, os, runpy, torch
+import contextlib, os, runpy, sys, torch
 from hvd_compress.engine.streams import StreamOrder
 from hvd_compress.methods import spectrum
 
@@ -289,6 +289,7 @@ elif trying == "matrices":
     spectrum._inverse = lambda rows: rows @ matrix(rows.shape[1]).T
 elif trying == "one-stream":
     StreamOrder.exchange_stream = lambda self: contextlib.nullcontext()
+sys.path.insert(0, "tests/parallel")  # as of a script that is started
 runpy.run_path("tests/parallel/check_training.py", run_name="__main__")
 FAULT
 # shellcheck disable=SC2329
@@ -300,7 +301,9 @@ fault() {
     PYTORCH_NO_CUDA_MEMORY_CACHING=1)
   # Of the GPU's core file, the state of its threads only.
   export CUDA_COREDUMP_GENERATION_FLAGS=skip_nonrelocated_elf_images,skip_global_memory,skip_shared_memory,skip_local_memory
+  export until=$((EPOCHSECONDS + 170))  # none begins later, or the step would end by its limit, as failed
   printf '%s\n' "${settings[@]}" "${settings[@]:2}" "${settings[@]:2}" | xargs -P 7 -I {} bash -c '
+      ((EPOCHSECONDS < until)) || exit 0
       IFS=";" read -ra settings <<<"{}"
       log=$work/fft_$$.txt begin=$SECONDS
       env ITEM=fft:plain CUDA_COREDUMP_FILE="$work/core.$$.%p" "${settings[@]}" \

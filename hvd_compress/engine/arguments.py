@@ -130,7 +130,7 @@ def plain_names(names: list[str]) -> list[str]:
 
 
 def find_name(name: str, names: Collection[str]) -> str | None:
-    """The one of the plain ``names`` of the parameter called ``name`` in the model, with or without wrappers."""
+    """The one of ``names``, all plain, of a parameter called ``name`` in the model, in wrappers or not; or None."""
     inner = _without_inserted(str(name))
     return next((found for found in (name, inner, _without_module(inner)) if found in names), None)
 

@@ -115,7 +115,7 @@ class Handle(Protocol):
         the answer must not depend on timing: it decides the order of later ones."""
 
     def result(self, timeout: float = math.inf) -> torch.Tensor:
-        """Waits for the result; called once. ``TimeoutError`` after ``timeout`` seconds, or at the host's limit."""
+        """Waits for the result; called once. ``TimeoutError`` after ``timeout`` seconds; or an error of the host."""
 
 
 class Collectives(Protocol):
@@ -148,7 +148,7 @@ class Collectives(Protocol):
         """Whether ranks may start collectives on ``device`` that others never start, up to the next rendezvous."""
 
     def realign(self) -> None:
-        """Called on all ranks after a rendezvous of different calls: what has started since belongs to no call."""
+        """Called on all ranks after a rendezvous of different calls: nothing started since is part of what follows."""
 
     def start(self, request: Request, name: str) -> Handle:
         """Starts a collective without waiting."""

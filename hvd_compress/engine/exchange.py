@@ -113,7 +113,7 @@ class Exchanges:
         return bool(self._running) and time.perf_counter() - self._looked > POLL_INTERVAL
 
     def launch(self, name: str, order: StreamOrder, exchange: Exchange, begins: Stage = "select") -> None:
-        """Starts an exchange up to its first collective; never waits. ``order``: of its work; ``begins``: its stage."""
+        """Starts an exchange, to its first collective; never waits. ``order``: of its work; ``begins``: first stage."""
         running = _Running(name, order, self._carried(exchange), begins)
         self._running.append(running)
         self._resume(running)

@@ -50,7 +50,7 @@ class Part:
         """Called when the average is not applied (skipped, discarded, failed): undoes what the exchange changed."""
 
     def restart(self) -> None:
-        """Called for other ranks (elastic), and before loading: forgets the last step, what new ranks cannot know."""
+        """Called for other ranks (elastic) and before loading: forgets the last step and what new ranks cannot know."""
 
     def state(self) -> Tree:
         """Describes what a checkpoint contains (:mod:`hvd_compress.engine.state`), by piece name where it has one."""

@@ -21,12 +21,12 @@ def unwrapped(optimizer: Any) -> Any:
 
 def inside(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers in ``optimizer`` that have states of their own: itself, and those that it holds (SAM, Lookahead, a
-    container of several)."""
+    container of several). States, which are long, are not looked into."""
     found, left = dict[Optimizer, None](), [optimizer]
     while left:
         if (one := left.pop(0)) not in found:
             found[one] = None
-            left += [value for _, value in leaves(vars(one)) if isinstance(value, Optimizer)]
+            left += [v for _, v in leaves({**vars(one), "state": 0, "param_groups": 0}) if isinstance(v, Optimizer)]
     return [one for one in found if "state" in vars(one)]
 
 

@@ -63,7 +63,7 @@ def check_compressor(engine: Engine, scaler: bool, unsent: str, restore_length: 
 
 
 def check_own_gradients(engine: Engine, model: torch.nn.Module | None) -> None:
-    """Raises ``ValueError`` if gradients are averaged between the ranks, or are not in a shard group."""
+    """Raises ``ValueError`` if gradients are averaged between the ranks, or not averaged in a shard group."""
     if model is not None:
         check_sharded(model)
     if hooked(engine.parameters):

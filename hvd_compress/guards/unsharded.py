@@ -24,7 +24,7 @@ def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 def groups_of(module: Any) -> list[Any]:
-    """A module's groups of parameters that FSDP reduces together: one or none. Several modules may share one."""
+    """A module's groups of parameters that FSDP reduces together: usually one, or none. Modules may share one."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in [state._fsdp_param_group] if group] if groups is None else list(groups)

@@ -42,8 +42,8 @@ class AveragedSteps:
         self._withheld: dict[Tensor, Tensor] = {}
         # Optimizers that the user has stepped since the last round, or may have.
         self._called, self._engine = set(optimizers), engine
-        # By optimizer whose last step was by gradients of 0, the hash of the state that this has created.
-        self._created = dict[Optimizer, int]()
+        # By optimizer whose last step was by gradients of 0, the hash of the state that this has created, at its end.
+        self._created = dict[Optimizer, int | None]()
         # Peers that come and go are at other places of a schedule.
         self._uncompared = {"params", "lr"} if isinstance(engine.collectives, Membership) else {"params"}
 
@@ -56,11 +56,12 @@ class AveragedSteps:
 
     def before_step(self, optimizer: Optimizer, begun: bool) -> None:
         """The user's step of an optimizer begins. Its own hooks come first, which may clip. A step that may only create
-        a state is left alone, see :meth:`called`."""
+        a state is left alone, see :meth:`drop_created`."""
         own = [weight.parameter for weight in self._weights.get(optimizer, ())]
         if any(p in self._withheld for p in own) and all(p.grad is None for p in own):
             return  # super().step() of one whose gradients are withheld already
-        self._created.pop(optimizer, None)
+        if optimizer in self._created:
+            self.drop_created(optimizer)
         self.after_step(optimizer)
         if not own:
             return
@@ -68,7 +69,7 @@ class AveragedSteps:
         if not optimizer.state and not (begun and any(group.get("lr") for group in optimizer.param_groups)):
             grads = [p.grad for p in own if p.grad is not None]
             if grads and not any(map(any_in_shards, grads)):  # or Muon would wait for ranks that do not step
-                self._created[optimizer] = 0
+                self._created[optimizer] = None
                 return
         pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self._hooks[optimizer] = pre(self._take), post(self._give_back)
@@ -110,11 +111,10 @@ class AveragedSteps:
         if optimizer in self._created:
             self._created[optimizer] = self._hash_of_states([optimizer])
 
-    def called(self) -> list[Weight]:
-        """``LocalSteps.step()`` is called: a last step by gradients of 0 was the user's, unless a state was loaded
-        since. It creates no state, which other ranks may not have. Returns the weights that it may have moved."""
-        found = [one for one, created in self._created.items() if created == self._hash_of_states([one])]
-        self._created.clear()
+    def drop_created(self, *optimizers: Optimizer) -> list[Weight]:
+        """Drops the state that a last step by gradients of 0 has created, unless one was loaded since: other ranks may
+        not have it. Returns the weights that this step may have moved. ``optimizers``: none for all."""
+        found = [one for one in optimizers or [*self._created] if self._created.pop(one) == self._hash_of_states([one])]
         for optimizer in found:
             optimizer.state.clear()
         return [weight for optimizer in found for weight in self._weights[optimizer]]

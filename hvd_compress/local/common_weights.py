@@ -145,7 +145,7 @@ class CommonWeights:
         self._clear_unsent()
 
     def replace(self, average: Iterable[Tensor]) -> None:
-        """Makes the average of all ranks' weights the common weights, where usable, and the parameters; no sums."""
+        """Makes the average of all ranks' weights the common weights, where usable, and the parameters; not by sums."""
         for weight, mean in zip(self.weights, average, strict=True):
             if weight.sums is not None:
                 continue

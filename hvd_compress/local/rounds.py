@@ -70,7 +70,7 @@ class Rounds(Clock):
         watches: bool,
     ) -> None:
         self._engine, self._settings = engine, settings
-        # Then the ranks of a shard group have different buckets.
+        # With shards of unequal size, the ranks of a shard group have different buckets.
         uneven = any(p.numel() != local(p).numel() * shards(p) for p in engine.parameters)
         self._optimizers = LocalOptimizers(*optimizers, apart=uneven and settings.fragments > 1)
         summed = parameters_of(self._optimizers.averaged)
@@ -117,7 +117,7 @@ class Rounds(Clock):
         self._begin()
         self._round.refuse_applied_in_part()
         self._guards.call(self._exchanging, self.stepped)
-        if moved := self._averaged.called():
+        if moved := self._averaged.drop_created():
             self._common.write_common(moved)
             self._note()
         self._begun, self.stepped, self.moved = True, False, True

@@ -87,7 +87,7 @@ class LocalSteps:
         optimizer: the optimizer that takes the local steps, or a list of several, of different parameters. They must
             hold no trained parameter that the compressor was not given. A parameter that none of them holds is
             averaged, too. Accelerate's and Lightning's wrappers are removed.
-        period: calls of :meth:`step` between two exchanges of a weight, from 1; can be changed (:attr:`period`).
+        period: calls of :meth:`step` between two exchanges of a weight, at least 1. It can change (:attr:`period`).
         unsent: where the part of the difference stays that was not sent: in an error-feedback ``"buffer"``, so that all
             ranks have the same weights after an exchange, or in the rank's own ``"weights"``.
         decay: factor of that buffer after each exchange, in [0, 1]; SparseLoCo's is 0.95.

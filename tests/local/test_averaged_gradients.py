@@ -831,6 +831,20 @@ def test_a_state_that_is_loaded_after_its_creation_stays():
     assert equal(states(group[0]), states(loaded)) and equal(states(group[1]), states(loaded))
 
 
+def test_a_created_state_is_dropped_also_where_no_first_step_is_skipped():
+    """A GradScaler that skipped the first step on one rank only made states that differ, an error on all."""
+    world, group = workers(2, **{**ALL, "optimizer": partial(torch.optim.Adam, lr=0.01)})
+    for worker in group:
+        for p in held(worker):
+            p.grad = torch.zeros_like(p)
+        worker.averaged[0].step()
+        assert states(worker)
+    world.run(lambda i: group[i].train(1) if i else group[i].local.step())
+    world.run(lambda i: group[i].train(3, first=1))
+    assert same(*group) and equal(states(group[0]), states(group[1]))
+    assert all(state["step"] == 4 for state in group[0].averaged[0].state.values())
+
+
 def test_a_schedule_that_begins_with_zero_creates_no_state_of_a_ranks_own():
     world, group = workers(2, **LOW_BIT)
     for worker in group:

@@ -107,14 +107,14 @@ def forward(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
 
 def gradients(layout: Layout, flat: Tensor, tokens: Tensor, bfloat16: bool = False) -> Tensor:
     """Of each rank's own mean loss: (ranks, size). ``tokens``: int64 (ranks, n, length + 1)."""
-    leaf, parts = flat.detach().requires_grad_(), []
+    leaf = flat.detach().requires_grad_()
     for piece in pieces(tokens):
         with torch.autocast(flat.device.type, torch.bfloat16) if bfloat16 else nullcontext():
             logits = forward(layout.parameters(leaf), piece[..., :-1]).flatten(0, 2)
             # The sum over all tokens of all ranks, as a mean over one rank's.
             loss = F.cross_entropy(logits, piece[..., 1:].flatten(), reduction="sum") / tokens[0, :, 1:].numel()
-        parts.append(torch.autograd.grad(loss, leaf)[0])
-    return sum(parts[1:], start=parts[0])
+        loss.backward()  # adds to the gradient of earlier pieces
+    return leaf.grad
 
 
 def pieces(tokens: Tensor) -> Sequence[Tensor]:
