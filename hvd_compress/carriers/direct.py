@@ -67,8 +67,7 @@ class Direct:
                 self._await(request)
 
     def start(self, request: Request) -> "DirectHandle":
-        """Starts an allgather or an alltoall of a tensor on the CPU. Raises ``ValueError`` for an alltoall that cannot
-        be divided."""
+        """Starts an allgather or alltoall of a CPU tensor. ``ValueError`` for an alltoall that cannot be divided."""
         with self.lock:
             if request not in self.awaited:
                 self._await(request)

@@ -159,8 +159,7 @@ class Collectives(Protocol):
         host cannot know them."""
 
     def in_nodes(self, nodes: object) -> "Nodes":
-        """Divides the ranks into nodes; all ranks must call it. ``nodes``, and errors: as of
-        :class:`hvd_compress.Compressor`."""
+        """Divides the ranks into nodes; all must call it. ``nodes``, errors: as of :class:`hvd_compress.Compressor`."""
 
 
 class Nodes:

@@ -21,13 +21,15 @@ def unwrapped(optimizer: Any) -> Any:
 
 def inside(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers in ``optimizer`` that have states of their own: itself, and those that it holds (SAM, Lookahead, a
-    container of several). States, which are long, are not looked into."""
-    found, left = dict[Optimizer, None](), [optimizer]
-    while left:
-        if (one := left.pop(0)) not in found:
-            found[one] = None
-            left += [v for _, v in leaves({**vars(one), "state": 0, "param_groups": 0}) if isinstance(v, Optimizer)]
-    return [one for one in found if "state" in vars(one)]
+    container of several), also in dicts, lists and tuples. States, which are long, are not looked into."""
+    held, seen = list[Any]([optimizer]), set[int]()
+    for one in held:  # which grows
+        if id(one) not in seen:
+            seen.add(id(one))
+            parts = {**vars(one), "state": 0, "param_groups": 0} if isinstance(one, Optimizer) else one
+            if isinstance(parts, dict | list | tuple):
+                held += parts.values() if isinstance(parts, dict) else parts
+    return list(dict.fromkeys(one for one in held if isinstance(one, Optimizer) and "state" in vars(one)))
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,8 +21,7 @@ from ..engine.spread import PROBES, spread
 
 
 class LastAverage:
-    """Looks at some of the ``parameters`` after an average was written to their ``.grad``, and at the steps of their
-    optimizers."""
+    """Looks at some ``parameters`` after an average was written to their ``.grad``, and at their optimizers' steps."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters

@@ -15,8 +15,7 @@ import torch
 
 
 def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    """The modules in a model that ``fully_shard()`` was applied to, with their names. Does not import FSDP, which takes
-    most of a second."""
+    """The modules in a model that ``fully_shard()`` was applied to, with names. Imports no FSDP: it takes a second."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []

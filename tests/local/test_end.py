@@ -15,6 +15,7 @@ from optimizers import muon_and_adamw
 
 from hvd_compress import DCPState, LocalSteps, NoCompression, Quantized, recipes, reshard
 from hvd_compress.carriers.threads import ThreadWorld
+from hvd_compress.engine.wrappers import inside
 from hvd_compress.trainers import CombinedOptimizer
 
 DELAYED = dict(period=2, delay=2)
@@ -183,6 +184,14 @@ def test_optimizers_in_a_dict(averages):
 
     one, other = world.run(train)
     assert one and equal(one, other)
+
+
+def test_optimizers_that_hold_themselves():
+    """Containers in a circle, as callbacks of a user make them, and optimizers in one another."""
+    outer, inner = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2))
+    circle = {"optimizers": [inner, outer]}
+    circle["self"], inner.owner, outer.held = [circle], outer, circle
+    assert inside(outer) == [outer, inner] and inside(inner) == [inner, outer]
 
 
 @on_both_hosts
