@@ -219,8 +219,9 @@ ON_16: dict[str, Any] = {"rate": 6e-3, "task": "nanogpt", "windows": 16}
 NANOGPT_DENSE = simulated([0], **ALONE, **ON_16)
 NANOGPT_ONCE = simulated([0], averages="once", **ON_16)
 NANOGPT_RESTORED = simulated([0], averages="once", restore_length=True, **ON_16)
-LITTLE_TEXT, MORE_TEXT = (
-    over(by_size(task, rate=4e-3), by_size(task, **ALONE, rate=2e-3)) for task in ("gpt-0.3m-20", "gpt-1m-20")
+LITTLE_TEXT, MORE_TEXT, MOST_TEXT = (
+    over(by_size(task, rate=4e-3), by_size(task, **ALONE, rate=2e-3))
+    for task in ("gpt-0.3m-20", "gpt-1m-20", "gpt-2m-20")
 )
 ONCE, SIMULATED_DENSE = simulated(averages="once", rate=6e-3), simulated(**ALONE, rate=4.5e-3)
 
@@ -347,10 +348,14 @@ STATED: list[tuple[str, str, Source]] = [
     ("results", "| {} (4e-3; 2e-3: …) |", by_size(**FEWER, rate=4e-3)),
     ("results", "(4e-3; 2e-3: {}) |", by_size(**FEWER, rate=2e-3)),
     ("results", "| 4,096 | {} (2e-3) |", by_size("gpt-1m-20", **ALONE, rate=2e-3)),
-    ("results", "(2e-3) | {} (4e-3) = **", by_size("gpt-1m-20", rate=4e-3)),
+    ("results", "| 4,096 | … (2e-3) | {} (4e-3) = **", by_size("gpt-1m-20", rate=4e-3)),
     ("results", "(4e-3) = **+{} %** | … (4e-3) |", MORE_TEXT),
     ("results", "= **+… %** | {} (4e-3) |", by_size("gpt-1m-20", **FEWER, rate=4e-3)),
-    ("choosing", "of 1 M and 4,096 bytes {} % (", MORE_TEXT),
+    ("results", "| 8,192 | {} (2e-3) |", by_size("gpt-2m-20", **ALONE, rate=2e-3)),
+    ("results", "| 8,192 | … (2e-3) | {} (4e-3) = **", by_size("gpt-2m-20", rate=4e-3)),
+    ("results", "(4e-3) = **+{} %** | |", MOST_TEXT),
+    ("choosing", "of 1 M and 4,096 bytes {} %,", MORE_TEXT),
+    ("choosing", "2.5 M and 8,192 bytes {} % (", MOST_TEXT),
     ("choosing", "text a parameter lost {} % by", LITTLE_TEXT),
     ("results", "and again by the averages, have {} on 4", simulated(ranks=4, averages="replay", own=1, rate=6e-3)),
     ("results", "on 4 ranks, `low_bit` {} at its best", simulated(ranks=4, rate=4.5e-3)),
