@@ -159,7 +159,7 @@ class Bucket:
         self._versions = [None if grad is None else grad._version for grad in self._originals]
 
     def zero(self, but: Container[int] = ()) -> None:
-        """Zeros the gradients that are in the state, but of some pieces: what is added to them counts them twice."""
+        """Zeros gradients that are in the state, but those of some pieces: adding on top would count them twice."""
         with self.order:
             for index, grad in enumerate(self._originals):
                 if grad is not None and index not in but:
