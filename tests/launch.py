@@ -97,7 +97,8 @@ def run(command: list[str], timeout: float, **environment: str) -> str:
         finally:
             end(process)
         if problem:
-            pytest.fail(f"{' '.join(command)[:300]} {problem}\n{last_lines(Path(logs))}\n{output[-2500:]}")
+            missing = "\n".join(re.findall(r"^\d+!?: \[.*", output, re.MULTILINE)[-5:])  # Horovod: who has not come
+            pytest.fail(f"{' '.join(command)[:300]} {problem}\n{missing}{last_lines(Path(logs))}\n{output[-2500:]}")
     return output
 
 

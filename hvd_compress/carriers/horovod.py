@@ -119,8 +119,7 @@ class HorovodCollectives(PlainCollectives):
 
     def generation(self) -> object:
         # hvd.init() replaces this table; a handle of the old one may name another operation in the new one.
-        table: object = self._mpi_ops._handle_map
-        return table
+        return self._mpi_ops._handle_map
 
     def registry(self) -> Registry:
         return _registries.of(self._set, self.generation())

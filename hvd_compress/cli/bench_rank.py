@@ -17,7 +17,7 @@ from .. import recipes
 from ..engine.collectives import ring_bytes
 from . import shapes
 from .methods import BASELINES, METHODS
-from .ranks import HOSTS, Horovod, LocalRank, start
+from .ranks import HOSTS, Horovod, LocalRank, launched, start
 from .shapes import Named
 from .synthetic import Synthetic
 
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    host = start(args.host, nodes=args.ranks_per_node > 1)
+    host = start(args.host, nodes=launched() // args.ranks_per_node if args.ranks_per_node > 1 else 0)
     bench = Bench(host, shapes.named(args.model), args.steps, per_node=args.ranks_per_node)
     if host.size % args.ranks_per_node:
         raise ValueError(f"{host.size} ranks are no full nodes of {args.ranks_per_node}")

@@ -19,8 +19,7 @@ def torchrun(ranks: int, *module: str) -> tuple[list[str], dict[str, str]]:
     local = ["--master-addr", "127.0.0.1", "--local-addr", "127.0.0.1"]
     local += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks), *local]
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return [*command, "-m", *module], {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": interface}
+    return [*command, "-m", *module], {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"), **ENVIRONMENT}
 
 
 def mpirun(ranks: int, *module: str) -> tuple[list[str], dict[str, str]]:

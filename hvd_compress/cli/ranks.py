@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..carriers.horovod import waited
+from ..carriers.nodes import divided, table
 from ..hosts.ddp import ddp_hook
 from ..local.steps import LocalSteps
 
@@ -20,23 +21,23 @@ HOSTS = ("ddp", "horovod")
 
 
 class Horovod:
-    """The unmodified ``hvd.DistributedOptimizer``."""
+    """The unmodified ``hvd.DistributedOptimizer``. ``nodes``: how many compressors will get."""
 
-    def __init__(self, nodes: bool = False) -> None:
+    def __init__(self, nodes: int = 0) -> None:
         import horovod.torch as hvd
 
-        hvd.init(**({"process_sets": "dynamic"} if nodes else {}))
+        rows = table(divided(nodes, launched())) if nodes > 1 else []
+        sets = [hvd.ProcessSet(ranks) for ranks in (*rows, *zip(*rows, strict=True)) if len(ranks) < launched()]
+        hvd.init(process_sets=sets)
         self._hvd = hvd
         self.rank, self.size, self.local_rank = int(hvd.rank()), int(hvd.size()), int(hvd.local_rank())
 
     def wrap(self, model: nn.Module, optimizer: Any, compression: Any) -> tuple[nn.Module, Any]:
-        """The module to call and the optimizer to step. ``compression``: a :class:`hvd_compress.Compressor`; ``"fp16"``
-        for the host's own; None; an object with Horovod's ``compress`` and ``decompress``; or, for DDP, a hook's state
-        and the hook."""
+        """The module to call and the optimizer to step. ``compression``: None, ``"fp16"`` for the host's own, an object
+        with Horovod's ``compress`` and ``decompress``, or, for DDP, a hook's state and the hook."""
         stock = self._hvd.Compression.fp16 if compression == "fp16" else self._hvd.Compression.none
         given = compression if compression not in ("fp16", None) else stock
-        named = model.named_parameters()
-        return model, self._hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=given)
+        return model, self._hvd.DistributedOptimizer(optimizer, model.named_parameters(), given)
 
     def synchronize(self, optimizer: Any) -> None:
         """Completes the averages in ``p.grad``."""
@@ -53,8 +54,7 @@ class Horovod:
 
     def sum(self, tensor: Tensor) -> Tensor:
         name = f"sum.{tensor.dtype}.{tensor.numel()}"
-        total: Tensor = waited(self._hvd, self._hvd.allreduce_async(tensor, name=name, op=self._hvd.Sum))
-        return total
+        return cast(Tensor, waited(self._hvd, self._hvd.allreduce_async(tensor, name=name, op=self._hvd.Sum)))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. By tensors: Horovod's ``allgather_object()`` keeps a core busy, torch's
@@ -66,8 +66,7 @@ class Horovod:
 
     def _allgather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, of one shape, in rank order."""
-        handle = self._hvd.allgather_async(tensor[None], name=f"gather.{tensor.dtype}")
-        return list(waited(self._hvd, handle))
+        return list(waited(self._hvd, self._hvd.allgather_async(tensor[None], name=f"gather.{tensor.dtype}")))
 
     def close(self, status: int = 0) -> None:
         """Leaves the job and ends the process."""
@@ -169,6 +168,11 @@ class LocalRank:
         return [*common, *model.parameters()]
 
 
-def start(host: str, device: str = "cpu", nodes: bool = False) -> Horovod:
-    """This process's rank. ``host``: of HOSTS. ``device``: of :class:`Ddp`. ``nodes``: whether compressors get some."""
+def launched() -> int:
+    """The number of ranks that the launcher, horovodrun or Open MPI's mpirun, has started."""
+    return int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 0)
+
+
+def start(host: str, device: str = "cpu", nodes: int = 0) -> Horovod:
+    """This process's rank. ``host``: of HOSTS. ``device``: of :class:`Ddp`. ``nodes``: of :class:`Horovod`."""
     return Ddp(device) if host == "ddp" else Horovod(nodes)

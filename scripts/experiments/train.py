@@ -261,8 +261,7 @@ class Run:
 def main(args: argparse.Namespace, kind: type[Run] = Run) -> int:
     # Ranks share the machine's cores.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    nodes = args.nodes is not None
-    return hosts.run(args.host, lambda host: train(args, host, kind), args.device, args.ranks or 1, nodes)
+    return hosts.run(args.host, lambda host: train(args, host, kind), args.device, args.ranks or 1, args.nodes or 0)
 
 
 def train(args: argparse.Namespace, host: hosts.Host, kind: type[Run]) -> int:

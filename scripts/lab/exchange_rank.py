@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
         name, _, value = setting.partition("=")
         if os.environ.get(name) != value:
             raise SystemExit(f"exchange_rank.py: {name} is {os.environ.get(name)!r} here, not {value!r}")
-    host = hosts.start(args.host, nodes=args.nodes is not None)
+    host = hosts.start(args.host, nodes=args.nodes or 0)
     on_network = netlab.COUNTER.exists() and "HVD_NETLAB" in os.environ
     kind, named = Counted if on_network else Bench, list(SHAPES[args.shapes]())
     bench = kind(host, named, args.steps, args.max_seconds, pause=args.pause_ms / 1e3)

@@ -1,5 +1,6 @@
 """Launched ranks of ``hvd_compress.cli.ranks``."""
 
+import pytest
 from launch import host_of, launch, on_every_launch
 
 SCRIPT = """
@@ -27,3 +28,31 @@ def test_a_rank_that_waits_leaves_its_core_to_the_others(ranks, tmp_path):
     output = launch("run.sh", [*ranks, str(script), *host_of(ranks)], timeout=100)
     used = [float(line.split()[-1]) for line in output.splitlines() if "used " in line]
     assert len(used) == 2 and max(used) < 0.4, output[-3000:]
+
+
+NODES = """
+import os, sys
+import torch
+import hvd_compress
+from hvd_compress.cli import ranks
+
+nodes = int(sys.argv[1])
+rank = ranks.start("horovod", nodes=nodes)
+model = torch.nn.Linear(64, 64)
+levels = hvd_compress.IWP(model.named_parameters(), nodes=nodes).engine.nodes
+assert ((levels.inside.size if levels.inside else 1), levels.between.size) == (4 // nodes, nodes)
+assert not os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS")
+print("made", flush=True)
+rank.gather(None)  # another one may still ask Horovod for a size
+rank.close()
+"""
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_process_sets_of_nodes_are_given_to_init(nodes, tmp_path):
+    """Horovod's thread holds a lock in each cycle while it waits for the other ranks, if process sets may be added
+    later, and a call that starts a collective waits for that lock."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    script = tmp_path / "nodes.py"
+    script.write_text(NODES)
+    assert launch("run.sh", ["4", str(script), str(nodes)], timeout=100).count("made") == 4

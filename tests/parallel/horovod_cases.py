@@ -28,20 +28,18 @@ def process_set():
         Job(density=1 / 32, group=hvd.global_process_set).train().assert_equal_replicas()
         return
     members = list(range(1, hvd.size()))
-    chosen = hvd.add_process_set(hvd.ProcessSet(members))
-    trained = Job(density=1 / 32, group=chosen).train()
+    trained = Job(density=1 / 32, group=job.host.process_set(members)).train()
     if hvd.rank() in members:
         trained.assert_equal_replicas()
     else:
         assert trained.compression.stats()["steps"] == 0
     barrier()
-    hvd.remove_process_set(chosen)
 
 
 @register(CASES, named=True)
 def overlapping_process_sets():
     """Three compressors on {0, 1}, {1, 2} and all ranks; each rank begins with another one, and ends with another."""
-    left, right = (hvd.add_process_set(hvd.ProcessSet(ranks)) for ranks in ([0, 1], [1, 2]))
+    left, right = map(job.host.process_set, ([0, 1], [1, 2]))
     everyone = hvd.global_process_set
     used = [(i, s) for i, s in enumerate((left, right, everyone)) if s.included()]
     jobs = {i: Job(seed=i, density=1 / 32, group=chosen, unused=False) for i, chosen in used}
@@ -56,13 +54,11 @@ def overlapping_process_sets():
     for trained in jobs.values():
         trained.assert_equal_replicas()
     barrier()
-    for chosen in (left, right):
-        hvd.remove_process_set(chosen)
 
 
 @register(CASES, named=True)
 def nodes_after_a_new_init():
-    """The process sets of nodes end with hvd.shutdown(), and are made again by the first hook."""
+    """The process sets of nodes end with hvd.shutdown(), and are made again by the first hook, if Horovod allows it."""
     trained = Job(density=1 / 32, nodes=2, unused=False).train(3)
     inside = trained.compression.engine.nodes.inside
     # Horovod's rendezvous has addresses of the first init until all ranks have ended it: one that is faster reads them,
@@ -115,11 +111,9 @@ def exact_sums():
 def refusals():
     """Settings of Horovod's optimizer that do not fit raise an error before any update."""
     for options, says in (({"op": hvd.Sum}, "must be hvd.Average"), ({"process_set": "other"}, "same process_set")):
-        other = None
         if options.get("process_set") == "other":
             # With two ranks, another process set has one rank.
-            other = hvd.add_process_set(hvd.ProcessSet([0]))
-            options = {"process_set": other}
+            options = {"process_set": job.host.process_set([0])}
         model = torch.nn.Linear(64, 64).to(DEVICE)
         plain, named = torch.optim.SGD(model.parameters(), lr=0.1), list(model.named_parameters())
         optimizer = hvd.DistributedOptimizer(plain, named, hvd_compress.IWP(named), **options)
@@ -127,9 +121,7 @@ def refusals():
         with refused(ValueError, says):
             optimizer.step()
         assert torch.equal(model.weight, before)
-        if other is not None:
-            barrier()
-            hvd.remove_process_set(other)
+    barrier()
 
 
 @register(CASES, once=True)

@@ -55,7 +55,8 @@ def test_two_nodes():
 
 
 def test_two_nodes_with_gloo():
-    run_cases(["--gloo", "4"], {"iwp": ["plain", "nodes_after_a_new_init"]}, timeout=240, steps=4, nodes=2)
+    plan, patient = {"iwp": ["plain", "nodes_after_a_new_init"]}, {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "200"}
+    run_cases(["--gloo", "4"], plan, timeout=240, steps=4, nodes=2, **patient)  # the last case has dynamic sets
 
 
 @pytest.mark.slow

@@ -174,16 +174,16 @@ class Threads(Host):
 HOSTS = (*ranks.HOSTS, "fsdp", "threads")
 
 
-def run(name: str, body: Callable[[Any], int], device: str = "cpu", ranks: int = 1, nodes: bool = False) -> int:
+def run(name: str, body: Callable[[Any], int], device: str = "cpu", ranks: int = 1, nodes: int = 0) -> int:
     """Calls ``body`` with the host of this process's rank, or of ``ranks`` ranks in turn; returns its status.
-    ``nodes``: whether compressors will get ``nodes``."""
+    ``nodes``: how many compressors will get."""
     if name != "threads":
         return body(start(name, device, nodes))
     world, board = ThreadWorld(ranks, timeout=math.inf, ordered=True, in_turn=True), [None] * ranks
     return max(world.run(lambda rank: body(Threads(world, rank, board))))
 
 
-def start(name: str, device: str = "cpu", nodes: bool = False) -> Any:
+def start(name: str, device: str = "cpu", nodes: int = 0) -> Any:
     if name == "horovod":
         return Horovod(nodes)
     return (Fsdp if name == "fsdp" else Ddp)(device=device)
