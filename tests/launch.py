@@ -97,8 +97,9 @@ def run(command: list[str], timeout: float, **environment: str) -> str:
         finally:
             end(process)
         if problem:
-            missing = "\n".join(re.findall(r"^\d+!?: \[.*", output, re.MULTILINE)[-5:])  # Horovod: who has not come
-            pytest.fail(f"{' '.join(command)[:300]} {problem}\n{missing}{last_lines(Path(logs))}\n{output[-2500:]}")
+            # What Horovod waited for, and which rank has not come; horovodrun begins each line with the rank.
+            late = "".join(re.findall(r"^(?:.*>:)?\d+!?: \[.*\n", output, re.MULTILINE)[-5:])
+            pytest.fail(f"{' '.join(command)[:300]} {problem}\n{late}{last_lines(Path(logs))}\n{output[-2500:]}")
     return output
 
 

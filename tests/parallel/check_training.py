@@ -55,6 +55,7 @@ def main() -> None:
     gc.collect()
     gc.enable()
     gc.freeze()  # the compressor collects garbage where several live: it need not look at modules each time
+    dropped = job.exchanges_dropped()
     folder = Path(os.environ.get("HVD_COMPRESS_TEST_LOGS") or tempfile.mkdtemp())
     with open(folder / f"rank-{host.rank()}.log", "w") as log:
 
@@ -71,6 +72,8 @@ def main() -> None:
                 begin = time.perf_counter()
                 try:
                     cases[name].run()
+                    gc.collect()
+                    assert not dropped, f"dropped while an exchange was in progress: {dropped}"
                 except BaseException:
                     say(f"failed {job.method} {name}\n{traceback.format_exc()}")
                     os._exit(1)  # other ranks may wait for this one: the launcher ends them

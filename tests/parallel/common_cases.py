@@ -185,6 +185,7 @@ def restored_lengths():
         common = _everyone(weight.common for weight in local._rounds._common.weights)
         assert all(torch.equal(common[0], other) for other in common)
         distances.append((common[0] - before.double().cpu()).norm())
+        local.finish(model)
     assert distances[1] > 1.1 * distances[0], distances
 
 
