@@ -151,8 +151,8 @@ class HorovodCollectives(PlainCollectives):
         return _HorovodHandle(hvd, number, held, request.tensor.device)
 
     def in_nodes(self, nodes: object) -> Nodes:
-        """Makes process sets, and new ones after a new ``hvd.init()``. Raises ``ValueError`` in an elastic job, where a
-        new rank would wait for the others here, and they for it in ``state.sync()``."""
+        """Finds process sets, or makes them; again after a new ``hvd.init()``. Raises ``ValueError`` in an
+        elastic job, where a new rank would wait for the others here, and they for it in ``state.sync()``."""
         if os.environ.get("HOROVOD_ELASTIC"):
             raise ValueError("nodes= works in no elastic job: build the compressor without it")
         inside, between = HorovodCollectives(self._set), HorovodCollectives(self._set)
@@ -169,7 +169,7 @@ class HorovodCollectives(PlainCollectives):
         return Nodes(self, between, inside, renew)
 
     def _divide(self, nodes: object, inside: "HorovodCollectives", between: "HorovodCollectives") -> None:
-        """Makes the process sets of all nodes and places in them; gives this rank's to ``inside`` and ``between``."""
+        """Finds the process sets of all nodes and places in them; gives this rank's to ``inside`` and ``between``."""
         hvd, everyone = self._hvd, list(self._set.ranks)
         if nodes is True:
             if not self._mpi_ops.is_homogeneous():
@@ -189,14 +189,18 @@ class HorovodCollectives(PlainCollectives):
         self._set = process_set
 
     def _process_set(self, ranks: list[int]) -> Any:
-        """The process set of these ranks, a new one if there is none. All ranks call it."""
+        """The process set of these ranks, a new one if there is none. All ranks call it. Raises ``ValueError`` if
+        Horovod makes none after its start."""
         known = self._mpi_ops._basics._get_process_set_ids_and_ranks()
         for number, theirs in known.items():
             if list(theirs) == sorted(ranks):
                 found = self._hvd.ProcessSet(ranks)
                 found.process_set_id = number
                 return found
-        return self._hvd.add_process_set(ranks)
+        try:
+            return self._hvd.add_process_set(ranks)
+        except ValueError as error:
+            raise ValueError(f"nodes= needs a process set of ranks {ranks} from hvd.init(): docs/nodes.md") from error
 
     def check_optimizer(self, optimizer: object) -> None:
         """Raises ``ValueError`` unless Horovod's optimizer averages over the same ranks."""

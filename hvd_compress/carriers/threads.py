@@ -136,8 +136,7 @@ class ThreadWorld:
         return ThreadCollectives(self, check_integer("rank", rank, 0, self.size - 1), tuple(range(self.size)))
 
     def run(self, body: Callable[[int], T]) -> list[T]:
-        """Calls ``body(rank)`` in one thread per rank; returns the results. The first exception stops all and is
-        raised."""
+        """Calls ``body(rank)`` in a thread per rank; returns the results. The first error stops all, and is raised."""
 
         def guarded(rank: int) -> T:
             with self._turns:

@@ -141,11 +141,12 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    host = start(args.host, nodes=launched() // args.ranks_per_node if args.ranks_per_node > 1 else 0)
-    bench = Bench(host, shapes.named(args.model), args.steps, per_node=args.ranks_per_node)
-    if host.size % args.ranks_per_node:
-        raise ValueError(f"{host.size} ranks are no full nodes of {args.ranks_per_node}")
-    alone, nodes = bench.alone(), host.size // args.ranks_per_node if args.ranks_per_node > 1 else False
+    per_node = args.ranks_per_node
+    host = start(args.host, nodes=launched() // per_node if per_node > 1 and args.host == "horovod" else 0)
+    bench = Bench(host, shapes.named(args.model), args.steps, per_node=per_node)
+    if host.size % per_node:
+        raise ValueError(f"{host.size} ranks are no full nodes of {per_node}")
+    alone, nodes = bench.alone(), host.size // per_node if per_node > 1 else False
     for method in args.methods:
         row = {"method": method, "alone_ms": alone, **measure(bench, method, nodes)}
         if host.rank == 0:

@@ -105,8 +105,7 @@ class Kernels:
 
 
 def _copies(size: int, method: str) -> float:
-    """The seconds in which DDP and Horovod copy and divide ``size`` entries in a step, for fp16 with casts both
-    ways."""
+    """The seconds in which DDP and Horovod copy and divide ``size`` entries in a step, for fp16 with both casts."""
     source, found = torch.ones(size, dtype=torch.float32, device="cpu"), list[float]()
     target = torch.ones_like(source)
     for _ in range(WARMUP + STEPS):

@@ -52,8 +52,7 @@ class Network:
     inside_bits: float = math.inf
 
     def seconds(self, sent: float, trips: int = 0) -> float:
-        """The time of an exchange that sends so many bytes over a link, with ``trips`` messages that wait for each
-        other."""
+        """The time of an exchange that sends so many bytes over a link, with ``trips`` messages one after another."""
         return 8 * sent / (self.bits * PAYLOAD) + self.round_trip / 2 * trips
 
     def inside(self, entries: int) -> float:

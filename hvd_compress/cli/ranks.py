@@ -21,20 +21,20 @@ HOSTS = ("ddp", "horovod")
 
 
 class Horovod:
-    """The unmodified ``hvd.DistributedOptimizer``. ``nodes``: how many compressors will get."""
+    """The unmodified ``hvd.DistributedOptimizer``. ``nodes``: the number that compressors are given, if any."""
 
     def __init__(self, nodes: int = 0) -> None:
         import horovod.torch as hvd
 
-        rows = table(divided(nodes, launched())) if nodes > 1 else []
+        rows = table(divided(nodes, launched())) if nodes else []
         sets = [hvd.ProcessSet(ranks) for ranks in (*rows, *zip(*rows, strict=True)) if len(ranks) < launched()]
         hvd.init(process_sets=sets)
         self._hvd = hvd
         self.rank, self.size, self.local_rank = int(hvd.rank()), int(hvd.size()), int(hvd.local_rank())
 
     def wrap(self, model: nn.Module, optimizer: Any, compression: Any) -> tuple[nn.Module, Any]:
-        """The module to call and the optimizer to step. ``compression``: None, ``"fp16"`` for the host's own, an object
-        with Horovod's ``compress`` and ``decompress``, or, for DDP, a hook's state and the hook."""
+        """The module to call and the optimizer to step. ``compression``: None, ``"fp16"`` for the host's own, a
+        compressor or, for Horovod, what has its ``compress`` and ``decompress``; for DDP, a state and its hook."""
         stock = self._hvd.Compression.fp16 if compression == "fp16" else self._hvd.Compression.none
         given = compression if compression not in ("fp16", None) else stock
         return model, self._hvd.DistributedOptimizer(optimizer, model.named_parameters(), given)
@@ -169,8 +169,11 @@ class LocalRank:
 
 
 def launched() -> int:
-    """The number of ranks that the launcher, horovodrun or Open MPI's mpirun, has started."""
-    return int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 0)
+    """The number of ranks that horovodrun or mpirun has started. Raises ``RuntimeError`` if it is not known."""
+    for name in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if name in os.environ:
+            return int(os.environ[name])
+    raise RuntimeError("the launcher does not say how many ranks there are: use horovodrun or mpirun")
 
 
 def start(host: str, device: str = "cpu", nodes: int = 0) -> Horovod:

@@ -77,7 +77,7 @@ class Compressor(Reporting, Method):
             is fast, and the compressor exchanges between nodes; each rank of a node does that for its share of the
             parameters. True: nodes as torchrun or Horovod have started them; a number of nodes, which divides the ranks
             in order; with torch, a ``DeviceMesh`` of the dimensions node and GPU. All ranks must build the compressor
-            at the same time. Horovod needs their process sets.
+            at the same time. Horovod needs process sets for them.
         grad_scaler: the ``torch.amp.GradScaler`` in use, if any. Residuals then do not depend on the loss scale, and
             the values sent in a step that the scaler skips are added back.
         start_timeout: seconds to wait in the first step for the other ranks, to compare all options and parameters.

@@ -58,23 +58,30 @@ def overlapping_process_sets():
 
 @register(CASES, named=True)
 def nodes_after_a_new_init():
-    """The process sets of nodes end with hvd.shutdown(), and are made again by the first hook, if Horovod allows it."""
+    """The process sets of nodes end with hvd.shutdown(). The first hook finds those of the new init, or makes them."""
     trained = Job(density=1 / 32, nodes=2, unused=False).train(3)
     inside = trained.compression.engine.nodes.inside
-    # Horovod's rendezvous has addresses of the first init until all ranks have ended it: one that is faster reads them,
-    # and all wait for ever.
     logs, rank, size = Path(os.environ["HVD_COMPRESS_TEST_LOGS"]), hvd.rank(), hvd.size()
+    for kind, init in (("given", job.host.start), ("dynamic", lambda: hvd.init(process_sets="dynamic"))):
+        # Horovod's rendezvous has addresses of the first init until all ranks have ended it: one that is faster reads
+        # them, and all wait for ever.
+        barrier()
+        hvd.shutdown()
+        (logs / f"{kind}.ended.{rank}").touch()
+        deadline = time.monotonic() + 60
+        while len([*logs.glob(f"{kind}.ended.*")]) < size:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        init()
+        hvd.broadcast_parameters(trained.model.state_dict(), root_rank=0)
+        trained.train(3).assert_equal_replicas()
+        assert inside.size == 2 and trained.compression.stats()["steps"] == 3
+    chosen = hvd.add_process_set(hvd.ProcessSet([1, 2, 3]))
+    carrier, alone = HorovodCollectives(chosen), Job(density=1 / 32, nodes=False, group=chosen).train(2)
+    assert carrier.active == (hvd.rank() > 0) and alone.compression.stats()["steps"] == 2 * carrier.active
     barrier()
-    hvd.shutdown()
-    (logs / f"{job.method}.ended.{rank}").touch()
-    deadline = time.monotonic() + 60
-    while len([*logs.glob(f"{job.method}.ended.*")]) < size:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    hvd.init(process_sets="dynamic")
-    hvd.broadcast_parameters(trained.model.state_dict(), root_rank=0)
-    trained.train(3).assert_equal_replicas()
-    assert inside.size == 2 and trained.compression.stats()["steps"] == 3
+    hvd.remove_process_set(chosen)
+    assert not carrier.active
     os.environ["HOROVOD_ELASTIC"] = "1"
     with refused(ValueError, "elastic"):
         Job(nodes=2)
@@ -121,6 +128,9 @@ def refusals():
         with refused(ValueError, says):
             optimizer.step()
         assert torch.equal(model.weight, before)
+    if hvd.size() == 2:
+        with refused(ValueError, "process set of ranks [1] from hvd.init"):
+            Job(nodes=2)
     barrier()
 
 

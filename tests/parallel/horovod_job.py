@@ -8,16 +8,17 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress.carriers.horovod import waited
+from hvd_compress.cli.ranks import launched
 
 name = "horovod"
+#: By the number of ranks.
+SETS = {2: [[0]], 3: [[0], [0, 1], [1, 2]], 4: [[0], [1], [2], [3], [0, 1], [2, 3], [0, 2], [1, 3], [1, 2, 3]]}
 
 
 def start() -> None:
-    """With the process sets of all cases. With ``"dynamic"`` Horovod's thread holds a lock while it asks all ranks, in
-    each cycle, for new sets: on a busy machine a call that starts a collective once waited for it for 40 s."""
-    ranks = int(os.environ.get("HOROVOD_SIZE") or os.environ["OMPI_COMM_WORLD_SIZE"])
-    every = {2: [[0]], 3: [[1, 2], [0, 1]], 4: [[0, 1], [2, 3], [0, 2], [1, 3], [0], [1], [2], [3]]}
-    hvd.init(process_sets=[hvd.ProcessSet(members) for members in every.get(ranks, [])])
+    """With the process sets of all cases: with ``"dynamic"`` ones, Horovod asks all ranks for new sets in each cycle,
+    and calls that start a collective wait for the answers (scripts/lab/process_sets.py)."""
+    hvd.init(process_sets=[hvd.ProcessSet(members) for members in SETS.get(launched(), [])])
     assert not os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS")
 
 
@@ -25,7 +26,8 @@ def process_set(members: list[int]) -> Any:
     """Of the sets that :func:`start` has made."""
     known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
     found = hvd.ProcessSet(members)
-    (found.process_set_id,) = (number for number, ranks in known.items() if list(ranks) == members)
+    found.process_set_id = next((number for number, ranks in known.items() if list(ranks) == members), None)
+    assert found.process_set_id, f"SETS has no {members}"
     return found
 
 
