@@ -57,7 +57,7 @@ class Direct:
         return group
 
     def meet(self, following: Iterable[Request]) -> None:
-        """Called at a rendezvous of the ranks: what follows has equal numbers on all, whatever was started before."""
+        """Called at each rendezvous: what follows has the same numbers on all ranks, whatever was started before."""
         with self.lock:
             self._begun = (self._begun // _APART + 1) * _APART
             self.before.update(self.sent)

@@ -151,8 +151,8 @@ class HorovodCollectives(PlainCollectives):
         return _HorovodHandle(hvd, number, held, request.tensor.device)
 
     def in_nodes(self, nodes: object) -> Nodes:
-        """Finds process sets, or makes them; again after a new ``hvd.init()``. Raises ``ValueError`` in an
-        elastic job, where a new rank would wait for the others here, and they for it in ``state.sync()``."""
+        """Finds process sets, or makes them; again after a new ``hvd.init()``. Raises ``ValueError`` if it
+        cannot, or in an elastic job, where a new rank would wait for others here, they for it in ``state.sync()``."""
         if os.environ.get("HOROVOD_ELASTIC"):
             raise ValueError("nodes= works in no elastic job: build the compressor without it")
         inside, between = HorovodCollectives(self._set), HorovodCollectives(self._set)
@@ -189,8 +189,7 @@ class HorovodCollectives(PlainCollectives):
         self._set = process_set
 
     def _process_set(self, ranks: list[int]) -> Any:
-        """The process set of these ranks, a new one if there is none. All ranks call it. Raises ``ValueError`` if
-        Horovod makes none after its start."""
+        """The process set of these ranks, a new one if there is none. All ranks call it."""
         known = self._mpi_ops._basics._get_process_set_ids_and_ranks()
         for number, theirs in known.items():
             if list(theirs) == sorted(ranks):
@@ -200,7 +199,11 @@ class HorovodCollectives(PlainCollectives):
         try:
             return self._hvd.add_process_set(ranks)
         except ValueError as error:
-            raise ValueError(f"nodes= needs a process set of ranks {ranks} from hvd.init(): docs/nodes.md") from error
+            if "DYNAMIC_PROCESS_SETS" not in str(error):
+                raise
+            raise ValueError(
+                f"nodes= needs process sets, as of ranks {ranks}, from hvd.init(): docs/nodes.md"
+            ) from None
 
     def check_optimizer(self, optimizer: object) -> None:
         """Raises ``ValueError`` unless Horovod's optimizer averages over the same ranks."""

@@ -125,8 +125,7 @@ class TorchCollectives(PlainCollectives):
         return _TorchHandle(work, output, output.is_cuda and "nccl" in distributed.get_backend(self.group))
 
     def _meet(self, request: Request, direct: Direct) -> Handle:
-        """Starts an allgather as Gloo's alltoall: it sends direct messages, too, and a timeout does not close its
-        connections."""
+        """Starts an allgather as Gloo's alltoall: it sends direct messages, too, and connections survive a timeout."""
         row, size = request.tensor.contiguous(), self.size
         output = row.new_empty((size * row.shape[0], *row.shape[1:]))
         direct.meet(request.following)

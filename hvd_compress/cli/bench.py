@@ -87,7 +87,7 @@ def summary(runs: Sequence[Row]) -> Row:
 
 
 def break_even(saved: float, milliseconds: float) -> float | None:
-    """The bandwidth in Gbit/s at which sending ``saved`` bytes takes so many ``milliseconds``; None if it is 0."""
+    """The bandwidth in Gbit/s at which sending ``saved`` bytes takes ``milliseconds``; None if none are saved."""
     return 8e-6 * saved / milliseconds if milliseconds > 0 and saved > 0 else None
 
 

@@ -52,7 +52,7 @@ class Network:
     inside_bits: float = math.inf
 
     def seconds(self, sent: float, trips: int = 0) -> float:
-        """The time of an exchange that sends so many bytes over a link, with ``trips`` messages one after another."""
+        """The time of an exchange that sends so many bytes over a link, with ``trips`` messages in a chain."""
         return 8 * sent / (self.bits * PAYLOAD) + self.round_trip / 2 * trips
 
     def inside(self, entries: int) -> float:

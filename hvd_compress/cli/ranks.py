@@ -21,7 +21,7 @@ HOSTS = ("ddp", "horovod")
 
 
 class Horovod:
-    """The unmodified ``hvd.DistributedOptimizer``. ``nodes``: the number that compressors are given, if any."""
+    """The unmodified ``hvd.DistributedOptimizer``. ``nodes``: ``nodes=`` of the compressors, or 0."""
 
     def __init__(self, nodes: int = 0) -> None:
         import horovod.torch as hvd
@@ -34,7 +34,7 @@ class Horovod:
 
     def wrap(self, model: nn.Module, optimizer: Any, compression: Any) -> tuple[nn.Module, Any]:
         """The module to call and the optimizer to step. ``compression``: None, ``"fp16"`` for the host's own, a
-        compressor or, for Horovod, what has its ``compress`` and ``decompress``; for DDP, a state and its hook."""
+        compressor; for Horovod, an object with ``compress`` and ``decompress``; for DDP, a state and its hook."""
         stock = self._hvd.Compression.fp16 if compression == "fp16" else self._hvd.Compression.none
         given = compression if compression not in ("fp16", None) else stock
         return model, self._hvd.DistributedOptimizer(optimizer, model.named_parameters(), given)

@@ -23,7 +23,7 @@ Exchange = Generator[Request | tuple[Request, ...], Any, Any]
 
 def together(exchanges: Sequence[Exchange]) -> Generator[tuple[Request, ...], list[Tensor], list[Any]]:
     """Several exchanges as one: their first collectives start together, so that none waits for another on a link with a
-    delay, then their second ones. Returns what they return. What one raises ends those behind it without a result."""
+    delay, then their second ones. Returns what they return. If one raises, those behind it get no result."""
     results, returned = dict[int, Any].fromkeys(range(len(exchanges))), [None] * len(exchanges)
     while True:
         asked = {}

@@ -95,8 +95,7 @@ class FSDPHooks:
     def remove(self) -> None:
         """Takes the hooks away: FSDP reduces as before them, and calls an all-reduce hook that was there again. What
         ``set_requires_all_reduce(False)`` has kept apart is dropped. The compressor may be registered again. Does
-        nothing if the hooks were removed already. All ranks must call it. Raises ``RuntimeError`` inside a backward
-        pass."""
+        nothing if the hooks were removed already. All ranks must call it. Raises ``RuntimeError`` in ``backward()``."""
         host = self._host()
         if host is not None and host.handle is self:
             host.remove()

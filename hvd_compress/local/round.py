@@ -380,8 +380,7 @@ class Round:
 
     def _meet(self, peers: Peers) -> bool:
         """Waits for the ranks of the next round. A rank that is healed keeps what it has done since its last round; the
-        payload of a round in doubt is taken back, unless others have committed it. Returns whether a round can
-        begin."""
+        payload of a round in doubt is taken back, unless others have committed it. Returns whether one can begin."""
         self._held.clear()
         begins, doubt = peers.begin(self._hold), self._doubt
         if peers.healed or (begins and doubt is not None):
@@ -405,8 +404,7 @@ class Round:
 
     def _commit(self, peers: Peers, sent: _Sent) -> bool:
         """Whether a round is committed whose averages this rank has received. If not, it is in doubt: residuals exclude
-        its payload, and uncompressed progress is kept beside the weights. So weights and residuals fit if they are
-        saved."""
+        its payload, and uncompressed progress is kept beside the weights. So saved weights and residuals fit."""
         committed = False
         try:
             committed = peers.commit()

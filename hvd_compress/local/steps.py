@@ -247,7 +247,7 @@ class LocalSteps:
     @modes_off
     def close(self) -> None:
         """Ends the training by local steps without any message, on this rank: after an error or an interrupt, where the
-        others may not come. Weights and optimizers stay as they are, each rank's own; what is in flight is dropped."""
+        others may not come. Weights and optimizers stay as they are, each rank's own; nothing in flight is applied."""
         self._rounds.close()
 
     @modes_off

@@ -140,7 +140,7 @@ class Training:
 
     def close(self) -> None:
         """Lets DDP or FSDP2 average the gradients again, unless another training of the model has begun since; other
-        optimizers may step the model. A state can still be saved. Does nothing before :meth:`begin`. Waits for none."""
+        optimizers may step it. The state can still be saved. Does nothing before ``begin()``. Waits for no rank."""
         if isinstance(self._built, LocalSteps):
             self._built.close()
         elif self._built is not None:

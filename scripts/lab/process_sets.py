@@ -6,10 +6,10 @@ given to ``hvd.init()``, or ``"dynamic"``: Horovod then asks all ranks for new s
 """
 
 import argparse
+import os
 import statistics
 import time
 
-import horovod.torch as hvd
 import torch
 
 RANKS = {"node": [[0, 1], [2, 3]], "place": [[0, 2], [1, 3]]}
@@ -20,12 +20,17 @@ def main() -> None:
     parser.add_argument("kind", choices=["given", "dynamic"])
     parser.add_argument("--times", type=int, default=60, help="of one collective after another")
     args = parser.parse_args()
+    import horovod.torch as hvd
+
+    if args.kind == "given" and os.environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS", None):
+        raise SystemExit("process_sets.py: HOROVOD_DYNAMIC_PROCESS_SETS is set: its sets are dynamic")
     sets = {name: [hvd.ProcessSet(ranks) for ranks in rows] for name, rows in RANKS.items()}
     every = [one for row in sets.values() for one in row]
     hvd.init(process_sets=every if args.kind == "given" else "dynamic")
     if args.kind == "dynamic":
         for one in every:
             hvd.add_process_set(one)
+    assert hvd.size() == 4, "two nodes of two ranks"
     own = {name: next(one for one in row if one.included()) for name, row in sets.items()}
     for name, members in {**own, "all": hvd.global_process_set}.items():
         calls, wholes = [], []

@@ -41,7 +41,7 @@ rank = ranks.start("horovod", nodes=nodes)
 model = torch.nn.Linear(64, 64)
 levels = hvd_compress.IWP(model.named_parameters(), nodes=nodes).engine.nodes
 assert levels.between.size == nodes
-assert levels.inside is None if nodes == 4 else levels.inside.size == 4 // nodes
+assert levels.inside is None if nodes == 4 else (levels.inside.size == 4 // nodes)
 assert not os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS")
 print("made", flush=True)
 rank.gather(None)  # another one may still ask Horovod for a size

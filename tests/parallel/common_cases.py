@@ -154,6 +154,15 @@ def local_steps():
 
 
 @register(CASES, named=True)
+def dropped_in_progress():
+    """What check_training.py lets no case do."""
+    trained = LocalJob(adamw, delay=1)
+    for _ in range(4):
+        trained.local_step()
+        trained.local.step()
+
+
+@register(CASES, named=True)
 def local_steps_of_two_optimizers():
     for unsent in ("weights", "buffer"):
         _local_steps(unsent, muon_and_adamw)

@@ -67,9 +67,9 @@ def nodes_after_a_new_init():
         # them, and all wait for ever.
         barrier()
         hvd.shutdown()
-        (logs / f"{kind}.ended.{rank}").touch()
+        (logs / f"{job.method}.{kind}.{rank}").touch()
         deadline = time.monotonic() + 60
-        while len([*logs.glob(f"{kind}.ended.*")]) < size:
+        while len([*logs.glob(f"{job.method}.{kind}.*")]) < size:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         init()
@@ -129,7 +129,7 @@ def refusals():
             optimizer.step()
         assert torch.equal(model.weight, before)
     if hvd.size() == 2:
-        with refused(ValueError, "process set of ranks [1] from hvd.init"):
+        with refused(ValueError, "process sets, as of ranks [1], from hvd.init"):
             Job(nodes=2)
     barrier()
 

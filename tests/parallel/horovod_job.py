@@ -27,7 +27,7 @@ def process_set(members: list[int]) -> Any:
     known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
     found = hvd.ProcessSet(members)
     found.process_set_id = next((number for number, ranks in known.items() if list(ranks) == members), None)
-    assert found.process_set_id, f"SETS has no {members}"
+    assert found.process_set_id is not None, f"SETS has no {members}"
     return found
 
 

@@ -32,9 +32,9 @@ def family() -> str:
 
 
 def exchanges_dropped() -> list[str]:
-    """A list that takes the name of each exchange that is dropped in progress. One rank may have started more
-    of its collectives than another: 40 s later Horovod ends the job for them, in a case that has nothing to do with it.
-    """
+    """A list that takes the label of each compressor that is dropped with an exchange in progress. One rank may have
+    started one more of its collectives than another: Horovod ends the job for that 40 s later (launch.py), in a case
+    that has nothing to do with it."""
     dropped: list[str] = []
 
     def note(exchanges: Exchanges) -> None:

@@ -176,7 +176,7 @@ HOSTS = (*ranks.HOSTS, "fsdp", "threads")
 
 def run(name: str, body: Callable[[Any], int], device: str = "cpu", ranks: int = 1, nodes: int = 0) -> int:
     """Calls ``body`` with the host of this process's rank, or of ``ranks`` ranks in turn; returns its status.
-    ``nodes``: the number that compressors are given, if any."""
+    ``nodes``: ``nodes=`` of the compressors, or 0."""
     if name != "threads":
         return body(start(name, device, nodes))
     world, board = ThreadWorld(ranks, timeout=math.inf, ordered=True, in_turn=True), [None] * ranks
