@@ -315,6 +315,9 @@ case $experiment in
     training=(--data cifar10 --model vit --epochs 3 -- --optimizer muon "${images[@]}")
     simulate none@muon 5e-4,1e-3,2e-3 "" "" --seeds 0,1 "${training[@]}"
     simulate quantized@45 1e-3,2e-3,3e-3 "" "$(few_bits 3 2)" --seeds 0,1 "${training[@]}"
+    simulate quantized@averaged 1e-3,2e-3,3e-3 "" "$(few_bits 3 2 --averaged-gradients)" "${training[@]}"
+    simulate quantized@restored 2e-3 "" "$(few_bits 3 2 --restore-length)" "${training[@]}"
+    simulate quantized@averaged-restored 1e-3 "" "$(few_bits 3 2 --averaged-gradients --restore-length)" "${training[@]}"
     report "$out"
     folder=$out/10 training=(--data cifar10 --model vit --epochs 10 -- --optimizer muon "${images[@]}")
     simulate none@muon 1e-3 "" "" "${training[@]}"
