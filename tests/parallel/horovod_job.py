@@ -7,7 +7,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_compress.carriers.horovod import waited
+from hvd_compress.carriers.horovod import HorovodCollectives, waited
 from hvd_compress.cli.ranks import launched
 
 name = "horovod"
@@ -24,11 +24,7 @@ def start() -> None:
 
 def process_set(members: list[int]) -> Any:
     """Of the sets that :func:`start` has made."""
-    known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
-    found = hvd.ProcessSet(members)
-    found.process_set_id = next((number for number, ranks in known.items() if list(ranks) == members), None)
-    assert found.process_set_id is not None, f"SETS has no {members}"
-    return found
+    return HorovodCollectives()._process_set(members)
 
 
 def stop() -> None:
