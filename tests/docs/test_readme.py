@@ -146,12 +146,26 @@ def between_nodes() -> str:
     )
 
 
-BLOCKS |= {"nodes, hooks": with_hooks(), "nodes, DDP inside": between_nodes()}
+def horovods_nodes() -> str:
+    """The program of docs/horovod.md on two nodes of two, with the process sets of docs/nodes.md."""
+    program = blocks(DOCS["horovod"])[0]
+    (sets,) = [block for block in blocks(DOCS["nodes"]) if "hvd.ProcessSet" in block]
+    for old, new in (("8 * node, 8 * node + 8", "2 * node, 2 * node + 2"), ("range(4)", "range(2)")):
+        assert old in sets
+        sets = sets.replace(old, new)
+    compressor = "IWP(model.named_parameters())"
+    assert compressor in program
+    return program.replace("hvd.init()\n", sets).replace(compressor, "IWP(model.named_parameters(), nodes=2)")
+
+
+BLOCKS |= {"nodes, hooks": with_hooks(), "nodes, DDP inside": between_nodes(), "nodes, Horovod": horovods_nodes()}
 #: Two nodes of one rank: torchrun started them on one machine.
 ONE_MACHINE = 'nodes = ranks // int(os.environ["LOCAL_WORLD_SIZE"])'
 #: One process group for all scripts: a second one would find the first one's addresses in torchrun's store.
 DRIVER = """
 import os, runpy, sys, torch, warnings
+if "--horovod" in sys.argv:
+    import horovod.torch as hvd
 warnings.filterwarnings("error", module="<run_path>")  # the package's point at the user's line
 if "--torch" in sys.argv:
     torch.distributed.init_process_group("gloo")
@@ -159,23 +173,26 @@ if "--torch" in sys.argv:
 for script in sys.argv[2:]:
     runpy.run_path(script)
     os.write(1, f"ran {script}\\n".encode())
+    if "--horovod" in sys.argv:
+        hvd.shutdown()  # hvd.init() of the next script gives other process sets
 """
 
 
 @pytest.mark.parametrize("host", ["torch", "horovod"])
 def test_blocks_run_as_they_stand(host, tmp_path):
-    """On two ranks."""
+    """On two ranks, with Horovod on four."""
     found = {name: block for name, block in BLOCKS.items() if ("horovod.torch" in block) == (host == "horovod")}
-    assert len(found) == {"torch": 7, "horovod": 2}[host]
+    assert len(found) == {"torch": 7, "horovod": 3}[host]
     for number, block in enumerate(found.values()):
         assert ONE_MACHINE in block or "nodes =" not in block
         (tmp_path / f"{number}.py").write_text(block.replace(ONE_MACHINE, "nodes = 2") + TRAINED)
     (tmp_path / "driver.py").write_text(DRIVER)
     scripts = [str(tmp_path / f"{number}.py") for number in range(len(found))]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    ranks = {"torch": 2, "horovod": 4}[host]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     if host == "horovod":
         pytest.importorskip("horovod.torch", reason="Horovod is not installed")
-        command = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", "2", sys.executable]
+        command = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", str(ranks), sys.executable]
     local = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "127.0.0.1:0", "PET_LOCAL_ADDR": "127.0.0.1"}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {"PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -184,7 +201,7 @@ def test_blocks_run_as_they_stand(host, tmp_path):
     )
     output = finish(process, 300)
     assert process.returncode == 0, output
-    assert [output.count(f"ran {script}") for script in scripts] == [2] * len(scripts), output
+    assert {output.count(f"ran {script}") for script in scripts} == {ranks}, output
 
 
 #: What fragments take as the user's: those of the blocks before them on their pages, by page.
@@ -222,7 +239,7 @@ FRAGMENTS = [
 #: Run as programs above, or by test_pages.py (torchft). Those of trainers and torchtitan are compiled only, which
 #: tests/trainers does; a torchft peer with FSDP2 is trained in tests/peers.
 ELSEWHERE = {
-    "local_steps": 1, "gradients": 2, "nodes": 4, "horovod": 2, "trainers": 5, "torchft": 2, "checkpoints": 0,
+    "local_steps": 1, "gradients": 2, "nodes": 5, "horovod": 2, "trainers": 5, "torchft": 2, "checkpoints": 0,
     "check": 0, "extending": 0, "choosing": 0, "index": 0, "install": 0, "methods": 0, "results": 0, "benchmarks": 0,
 }  # fmt: skip
 
