@@ -17,6 +17,7 @@ from hvd_compress import Compressor, LocalSteps, NoCompression, recipes, schedul
 from hvd_compress.carriers.threads import ThreadWorld
 from hvd_compress.codecs import Codec, Lloyd
 from hvd_compress.codecs.packed import Code
+from hvd_compress.engine.engine import _configuration
 
 #: The arguments of all public classes and functions. One that is in none of these makes a test fail.
 INTEGERS = {
@@ -209,6 +210,35 @@ def test_integers_and_numbers_of_other_types_are_stored_as_python_s_own(function
         assert type(built.seed) is int and type(built.engine.comparison._timeout) is float
     elif not isinstance(built, LocalSteps):
         assert given and all(is_plain(getattr(built, name)) for name in given), vars(built)
+
+
+#: Not compared by ranks: what each may choose, objects, and what the compared parameters show.
+OWN = {"start_timeout", *OTHERS} - {"values", "dense_values", "exchange", "orthogonal"}
+#: In place of a default of None.
+IN_PLACE_OF_NONE = {"leaders": 2, "decay": 0.5, "subtract": 0.5, "values": "fp32", "mean_bits": 2}
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "p"),
+    [
+        pytest.param(function, name, p, id=f"{named(function)}-{name}")
+        for function in CLASSES
+        if issubclass(function, Compressor) and function is not NoCompression  # on which few of them have an effect
+        for name, p in parameters(function).items()
+        if name not in OWN and p.default is not p.empty
+    ],
+)
+def test_ranks_compare_every_argument_of_a_method(function, name, p):
+    """What is not compared would silently differ, and so would what the ranks compute."""
+    if type(p.default) is bool:
+        other: Any = not p.default
+    elif isinstance(p.default, str):
+        other = {"fp32": "fp16", "ring": "gather", "fp32-gather": "fp16-gather"}.get(p.default, "fp32")
+    else:
+        other = IN_PLACE_OF_NONE[name] if p.default is None else (p.default or 1) / 2
+        other = p.default + 1 if name in INTEGERS and p.default is not None else other
+    first, second = (_configuration(call(function, given, mixed_model())) for given in ({}, {name: other}))
+    assert first != second
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,6 @@ class Method(abc.ABC):
     """A method as the engine and its clocks call it. Only :meth:`work` must be
     implemented beside what :class:`hvd_compress.Compressor` has."""
 
-    #: The method's own arguments: a dataclass, of which all fields must be the same on all ranks.
-    arguments: object = None
     #: The :class:`~hvd_compress.engine.engine.Engine`, once it is built: the method owns it (:mod:`.owner`).
     engine: Any
     _clock: Clock | None = None
@@ -62,7 +60,7 @@ class Method(abc.ABC):
     def options(self) -> dict[str, object]:
         """The arguments that must be the same on all ranks: numbers, strings, None or frozen dataclasses, by name. The
         ranks compare them before the first step; ``repr()`` shows them."""
-        return dict(vars(self.arguments)) if self.arguments else {}
+        return {}
 
     @property
     def traits(self) -> Traits:

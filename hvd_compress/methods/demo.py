@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,26 +13,19 @@ from .. import ops
 from ..codecs import Codec
 from ..engine.arguments import NamedParameters, check_flag, check_number
 from ..engine.bucket import Bucket, Piece
-from ..engine.dense_velocity import DenseVelocity
 from ..engine.facts import OptimizerFacts, Traits
 from ..engine.method import Velocities
 from ..engine.shards import shards
 from ..engine.state import Tree
+from ..guards.scaled_signs import ScaledSigns
+from ..selection.base import signs
 from ..selection.schedule import Density
 from .basis import Coefficients
 from .gathering import exchanged_codec, exchanged_work
-from .replacement import Replacement, orthogonal_names
+from .matrices import orthogonal_names
+from .orthogonal import orthogonalize
 from .sparse import SparseMethod
 from .sparse_work import Sending, SparseWork
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    exchange: str
-    decay: float
-    subtract: float
-    sign: bool
-    dense_momentum: float
 
 
 class DeMo(SparseMethod):
@@ -97,8 +90,6 @@ class DeMo(SparseMethod):
 
     _ordered = True
 
-    arguments: _Arguments
-
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -116,23 +107,20 @@ class DeMo(SparseMethod):
         **common: Any,
     ) -> None:
         muon = orthogonal == "matrices"
-        sign = check_flag("sign", sign)
+        self._sign = sign = check_flag("sign", sign)
         if sign and momentum:
             raise ValueError("momentum goes with sign=False: with sign, the momentum is what was not sent")
         if orthogonal and not sign:
             raise ValueError("orthogonal goes with sign=True: without it, gradients are plain averages")
         values = exchanged_codec(exchange, values, ring="lloyd4", gather="range10-gather")
         names, named_parameters = orthogonal_names(orthogonal, named_parameters)
-        self._replacement = Replacement(names) if sign else None
-        self.arguments = _Arguments(
-            exchange=exchange,
-            decay=check_number("decay", (0.95 if muon else 0.999) if decay is None else decay, above=0, at_most=1),
-            subtract=check_number(
-                "subtract", (0.2 if muon else 1.0) if subtract is None else subtract, above=0, at_most=1
-            ),
-            sign=sign,
-            dense_momentum=check_number("dense_momentum", dense_momentum, at_least=0, below=1),
-        )
+        self._exchange, self._names = exchange, names
+        self._received = ScaledSigns("signs or orthogonal matrices" if names else "signs")
+        decay = (0.95 if muon else 0.999) if decay is None else decay
+        subtract = (0.2 if muon else 1.0) if subtract is None else subtract
+        self._decay = check_number("decay", decay, above=0, at_most=1)
+        self._subtract = check_number("subtract", subtract, above=0, at_most=1)
+        self._dense_momentum = check_number("dense_momentum", dense_momentum, at_least=0, below=1)
         common |= {"budget_interval": budget_interval, "momentum": momentum}
         super().__init__(named_parameters, density, values=values, **common)
         nodes = self.engine.nodes
@@ -140,7 +128,6 @@ class DeMo(SparseMethod):
             raise ValueError(
                 "orthogonal is of compressed averages, and on a single node there are none: leave nodes out"
             )
-        self._dense = DenseVelocity(self.engine)
         found = {piece.name: piece.parameter for bucket in self.buckets for piece in bucket.pieces}
         used = sorted(found.keys() & names)
         if divided := [name for name in used if shards(found[name]) > 1]:
@@ -152,63 +139,57 @@ class DeMo(SparseMethod):
         self._shown["orthogonal"] = f"{len(used)} parameters, checksum {checksum:08x}" if used else False
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        a, basis, replacement = self.arguments, Hadamard(bucket), self._replacement
-        sign = a.sign  # written by the operators
-        if replacement is not None and not replacement.names.isdisjoint(p.name for p in bucket.pieces):
-            basis, sign = _Replaced(bucket, replacement), False
-        return exchanged_work(a.exchange)(
-            bucket, sending, basis=basis, finds_idle=a.sign, decay=a.decay, subtract=a.subtract, sign=sign
+        basis, sign = Hadamard(bucket), self._sign  # written by the operators
+        if not self._names.isdisjoint(piece.name for piece in bucket.pieces):
+            basis, sign = _Replaced(bucket, self._names, self._received), False
+        return exchanged_work(self._exchange)(
+            bucket, sending, basis=basis, finds_idle=self._sign, decay=self._decay, subtract=self._subtract, sign=sign
         )
+
+    def options(self) -> dict[str, object]:
+        own = {"exchange": self._exchange, "decay": self._decay, "subtract": self._subtract, "sign": self._sign}
+        return {**super().options(), **own, "dense_momentum": self._dense_momentum}
 
     @property
     def traits(self) -> Traits:
-        other, arguments = super().traits, self.arguments
-        conserving = arguments.decay == arguments.subtract == 1.0
-        linear = other.linear and not arguments.sign and conserving
-        return replace(other, linear=linear, fixed_size=arguments.sign, conserving=conserving)
+        other, conserving = super().traits, self._decay == self._subtract == 1.0
+        linear = other.linear and not self._sign and conserving
+        return replace(other, linear=linear, fixed_size=self._sign, conserving=conserving)
 
     def state(self) -> dict[str, Tree]:
-        return {**super().state(), **({"dense_velocity": self._dense.state()} if self.arguments.sign else {})}
+        return {**super().state(), **({"dense_velocity": self.momentum.state()} if self._sign else {})}
 
     def made_with(self) -> dict[str, Any]:
-        return {**super().made_with(), "sign": self.arguments.sign}
-
-    def restart(self) -> None:
-        super().restart()
-        self._dense.restart()
-
-    def undo(self) -> None:
-        super().undo()
-        self._dense.undo()
+        return {**super().made_with(), "sign": self._sign}
 
     # Uncompressed gradients.
 
     def dense_averaged(self, number: int, grad: Tensor) -> None:
-        if self.arguments.sign:
-            self._dense.update(number, grad, self.arguments.dense_momentum, sign=True)
+        if self._sign:
+            self.momentum.update(number, grad, self._dense_momentum, sign=True)
         else:
             super().dense_averaged(number, grad)
 
     def passed(self, tensor: Tensor) -> Tensor:
-        if tensor.is_sparse and self.arguments.sign:
+        if tensor.is_sparse and self._sign:
             raise ValueError("sparse gradients have no sign here: use sparse_as_dense=True, or sign=False")
         return super().passed(tensor)
 
     @property
     def velocities(self) -> Velocities | None:
-        return self._dense if self.arguments.sign else super().velocities
+        return self.momentum if self._sign else super().velocities
 
     # The optimizer.
 
     def take_momentum(self, optimizer: Optimizer) -> float:
-        if self.arguments.sign:
+        if self._sign:
             raise ValueError("DeMo's momentum is what was not sent: give the optimizer none, momentum=0")
         return super().take_momentum(optimizer)
 
     def check_optimizer(self, facts: OptimizerFacts) -> None:
         super().check_optimizer(facts)
-        if self._replacement is not None and self.engine.clock.undoable:  # Horovod's calls it before an average, too
-            self._replacement.received.check(self.engine)
+        if self._sign and self.engine.clock.undoable:  # Horovod's calls it before an average, too
+            self._received.check(self.engine)
 
 
 class Hadamard(Coefficients):
@@ -228,14 +209,24 @@ class Hadamard(Coefficients):
 
 
 class _Replaced(Hadamard):
-    """Averages are replaced after they are written: in float32 until they are orthogonal or signs."""
+    """Averages of parameters with these ``names`` become orthogonal, the others' their signs: after they are written,
+    in float32 until then. ``received`` is told."""
 
-    def __init__(self, bucket: Bucket, replacement: Replacement) -> None:
+    def __init__(self, bucket: Bucket, names: frozenset[str], received: ScaledSigns) -> None:
         super().__init__(bucket)
-        self._replacement = replacement
+        self._names, self._received = names, received
 
     def targets(self, grads: list[Tensor]) -> list[Tensor]:
         return [g if g.dtype == torch.float32 else torch.empty_like(g, dtype=torch.float32) for g in grads]
 
     def leave(self, targets: list[Tensor], grads: list[Tensor], scale: float) -> None:
-        self._replacement.write(self._bucket, targets, scale)
+        for piece, average, grad in zip(self._bucket.pieces, targets, grads, strict=True):
+            if not grad.numel():  # none arrived
+                continue
+            if piece.name in self._names:
+                orthogonalize(average, scale)
+            else:
+                average.copy_(signs(average) * scale)
+            if grad is not average:
+                grad.copy_(average)
+            self._received.written(piece.name, grad)

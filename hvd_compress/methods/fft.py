@@ -1,6 +1,5 @@
 """Frequency-domain sparsification with range-based floats (Wang et al., HPDC 2020; arXiv 1811.08596)."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +15,6 @@ from .basis import Coefficients
 from .gathering import exchanged_codec, exchanged_work
 from .sparse import SparseMethod
 from .sparse_work import Sending, SparseWork
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    exchange: str
 
 
 class FFT(SparseMethod):
@@ -65,8 +59,6 @@ class FFT(SparseMethod):
 
     _ordered = True
 
-    arguments: _Arguments
-
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -79,11 +71,14 @@ class FFT(SparseMethod):
     ) -> None:
         # The best at equal bytes (docs/results.md); the paper's.
         values = exchanged_codec(exchange, values, ring="lanes4", gather="range10-gather")
-        self.arguments = _Arguments(exchange=exchange)
+        self._exchange = exchange
         super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return exchanged_work(self.arguments.exchange)(bucket, sending, basis=Fourier(bucket))
+        return exchanged_work(self._exchange)(bucket, sending, basis=Fourier(bucket))
+
+    def options(self) -> dict[str, object]:
+        return {**super().options(), "exchange": self._exchange}
 
 
 # A gradient from here on counts as infinite: a coefficient is less than 128 times the chunk's largest entry.

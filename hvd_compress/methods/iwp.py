@@ -1,6 +1,5 @@
 """Importance-weighted pruning on ring allreduce (Cheng & Xu, arXiv 1901.01544)."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,13 +20,6 @@ _FLOOR = 0.5
 _TINY = 1e-12
 # Steps between measurements of mean|w|, which changes slowly.
 _FLOOR_INTERVAL = 100
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    leaders: int | None
-    explore: float
-    block_means: bool
 
 
 class IWP(SparseMethod):
@@ -71,8 +63,6 @@ class IWP(SparseMethod):
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
 
-    arguments: _Arguments
-
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -85,21 +75,22 @@ class IWP(SparseMethod):
         budget_interval: int = 100,
         **common: Any,
     ) -> None:
-        self.arguments = _Arguments(
-            leaders=None if leaders is None else check_integer("leaders", leaders, 1, other="None for all ranks"),
-            explore=check_number("explore", explore, at_least=0, at_most=1),
-            block_means=check_flag("block_means", block_means),
-        )
-        self._ordered = self.arguments.block_means
+        self._leaders = None if leaders is None else check_integer("leaders", leaders, 1, other="None for all ranks")
+        self._explore = check_number("explore", explore, at_least=0, at_most=1)
+        self._ordered = self._means = check_flag("block_means", block_means)
         super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        a, floors = self.arguments, _Floors(bucket)
-        scoring = Scoring(a.explore, floors.values)
-        return SparseWork(bucket, sending, scoring=scoring, leaders=a.leaders, means=a.block_means, floors=floors)
+        floors = _Floors(bucket)
+        scoring = Scoring(self._explore, floors.values)
+        return SparseWork(bucket, sending, scoring=scoring, leaders=self._leaders, means=self._means, floors=floors)
+
+    def options(self) -> dict[str, object]:
+        own = {"leaders": self._leaders, "explore": self._explore, "block_means": self._means}
+        return {**super().options(), **own}
 
     def made_with(self) -> dict[str, Any]:
-        return {"block means": self.arguments.block_means, **super().made_with()}
+        return {"block means": self._means, **super().made_with()}
 
 
 class _Floors(Part):

@@ -4,11 +4,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..engine.arguments import check_flag, plain_names, refuse_flattened
+from ..engine.arguments import NamedParameters, check_flag, find_name, named_pairs, plain_names, refuse_flattened
 
 _EMBEDDING = re.compile(r"embed(ding)?s?(_|$)|^w[tp]e$")
 _POSITIONS = re.compile(r"(^|_)(pos|positions?|tokens?)(_|$)")
@@ -81,6 +82,31 @@ def hidden_matrices(
             is_matrix = (p.dim() == 2 or (filters and p.dim() > 2)) and id(p) not in apart
             (matrices if is_matrix else rest)[name] = p
     return matrices, rest
+
+
+def orthogonal_names(
+    orthogonal: bool | str | Iterable[str], named_parameters: NamedParameters
+) -> tuple[frozenset[str], list[tuple[str, nn.Parameter]]]:
+    """The names of the parameters to which DeMo's ``orthogonal`` leads, and all named parameters."""
+    named = named_pairs(named_parameters, "DeMo(model)")
+    names = frozenset(name for name, _ in named)
+    if isinstance(orthogonal, bool):
+        return names if orthogonal else frozenset(), named
+    if orthogonal == "matrices":
+        if not isinstance(named_parameters, nn.Module):
+            raise ValueError(
+                'orthogonal="matrices" needs the model, to tell embeddings: give it in place of its named parameters'
+            )
+        tables = embeddings(named_parameters)
+        return frozenset(name for name, p in named if id(p) not in tables), named
+    known = isinstance(orthogonal, Iterable) and not isinstance(orthogonal, str)
+    listed: list[Any] = list(orthogonal) if known else [orthogonal]
+    if not known or not all(isinstance(name, str) for name in listed):
+        raise TypeError(f'orthogonal must be a bool, "matrices" or a list of names, got {orthogonal!r:.80}')
+    chosen = {name: find_name(name, names) for name in listed}
+    if unknown := [name for name, found in chosen.items() if found is None]:
+        raise ValueError(f"orthogonal names parameters that do not exist: {', '.join(sorted(unknown))}")
+    return frozenset(filter(None, chosen.values())), named
 
 
 def embeddings(model: nn.Module) -> set[int]:

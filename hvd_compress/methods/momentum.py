@@ -47,19 +47,18 @@ def remove_momentum(optimizer: Optimizer, momentum: float) -> bool:
     return any(velocity is not None and bool(local(velocity).any()) for velocity in velocities)
 
 
-class MomentumCorrection:
+class MomentumCorrection(DenseVelocity):
     """The momentum of one compressor: a velocity beside each bucket's residual, and a plain one for each uncompressed
     parameter. ``works``: the buckets that this rank owns. ``momentum``: of all parameters, in [0, 1); 0 is off."""
 
-    of_compressed = True
-
     def __init__(self, engine: Engine, works: Sequence[SparseWork], momentum: float) -> None:
-        self._engine, self._works, self._dense = engine, works, DenseVelocity(engine)
+        super().__init__(engine)
+        self._works = works
         self._set(momentum, engine.names if momentum else ())
 
     def _set(self, momentum: float, names: Iterable[str]) -> None:
         """Gives the parameters with these names the momentum, the others none."""
-        self.value, self._names = momentum, set(names)
+        self.value, self.of_compressed, self._names = momentum, momentum > 0, set(names)
         pairs = zip(self._engine.names, self._engine.parameters, strict=True)
         self._ids = {id(parameter) for name, parameter in pairs if name in self._names}
         for work in self._works:
@@ -96,30 +95,23 @@ class MomentumCorrection:
     def dense_averaged(self, number: int, grad: Tensor) -> None:
         """Replaces the averaged gradient of the uncompressed parameter ``number`` by its velocity."""
         if self._engine.names[number] in self._names:
-            self._dense.update(number, grad, self.value)
-
-    def undo(self) -> None:
-        """Restores the velocities of uncompressed parameters, after an average that is not applied."""
-        self._dense.undo()
-
-    def restart(self) -> None:
-        """Clears the velocities when the set of ranks has changed: new ranks have none."""
-        self._dense.restart()
+            self.update(number, grad, self.value)
 
     def options(self) -> dict[str, object]:
         complete = len(self._names) in (0, len(self._engine.names))
         some = {} if complete else {"parameters with momentum": " ".join(sorted(self._names))}
         return {"momentum": self.value, **some}
 
-    def state(self) -> dict[str, Tree]:
+    def saved(self) -> dict[str, Tree]:
+        """The saved state, with the momentum that it depends on."""
         momentum: Tree = Fixed(self.value, "take_momentum() comes before load_state_dict()")
-        return {"momentum": momentum, **({"dense_velocity": self._dense.state()} if self.value else {})}
+        return {"momentum": momentum, **({"dense_velocity": self.state()} if self.value else {})}
 
     def get(self, number: int) -> Tensor:
         """This rank's velocity of parameter ``number``. With nodes, one rank of a node has it, the others zeros."""
         place = self._engine.place_of[number]
         if place is None:
-            return self._dense.get(number)
+            return super().get(number)
         if not isinstance(work := place.work, SparseWork):  # another rank of the node owns it
             return work.residual_of(place.piece)
         with work.bucket.order:
@@ -129,7 +121,7 @@ class MomentumCorrection:
         """Replaces this rank's velocity of parameter ``number``."""
         place = self._engine.place_of[number]
         if place is None:
-            self._dense.set(number, velocity)
+            super().set(number, velocity)
         elif isinstance(work := place.work, SparseWork):
             with work.bucket.order:
                 work.velocity.set(place.piece, velocity)

@@ -100,7 +100,7 @@ class SparseMethod(Compressor):
 
     def state(self) -> dict[str, Tree]:
         made_with: Tree = {what: Fixed(value) for what, value in self.made_with().items()}
-        return {"made_with": made_with, **super().state(), **self.momentum.state()}
+        return {"made_with": made_with, **super().state(), **self.momentum.saved()}
 
     # Momentum.
 

@@ -1,6 +1,5 @@
 """Layer-wise significance and distribution-based encoding (MIPD: Zhang & Wang, TPDS 33(11), 2022)."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +22,6 @@ from .history import GradientHistory, flat_weights, root_mean_squares
 
 # Weight of the past in the smoothed gradient, and the constants under |w| and |e| in units of their root mean square.
 _SMOOTHING, _FLOOR = 0.9, 0.5
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    explore: float
 
 
 class MIPD(SparseMethod):
@@ -70,8 +64,6 @@ class MIPD(SparseMethod):
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
 
-    arguments: _Arguments
-
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -82,11 +74,14 @@ class MIPD(SparseMethod):
         budget_interval: int = 100,
         **common: Any,
     ) -> None:
-        self.arguments = _Arguments(explore=check_number("explore", explore, at_least=0, at_most=1))
+        self._explore = check_number("explore", explore, at_least=0, at_most=1)
         super().__init__(named_parameters, density, values=values, budget_interval=budget_interval, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return _MIPDWork(bucket, sending, self.arguments)
+        return _MIPDWork(bucket, sending, self._explore)
+
+    def options(self) -> dict[str, object]:
+        return {**super().options(), "explore": self._explore}
 
 
 class _Constants(Part):
@@ -113,8 +108,8 @@ class _Constants(Part):
 
 
 class _MIPDWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
-        self._explore = arguments.explore
+    def __init__(self, bucket: Bucket, sending: Sending, explore: float) -> None:
+        self._explore = explore
         self._history = GradientHistory(bucket, _SMOOTHING)
         self._floors = _Constants(bucket, self._history)
         super().__init__(bucket, sending, floors=self._floors, history=self._history)

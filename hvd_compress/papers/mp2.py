@@ -1,6 +1,5 @@
 """MP2 (Liu et al., Computer Networks 255, 2024): entries that are not sent are predicted."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,11 +27,6 @@ _SMOOTHING, _FLOOR = 0.7, 0.5
 _PRIME = 1048573  # the largest below agreement.LIMIT
 # Steps between two comparisons of predictions and weights.
 _CHECK_INTERVAL = 100
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    prediction: bool
 
 
 class MP2(SparseMethod):
@@ -79,8 +73,6 @@ class MP2(SparseMethod):
         RuntimeError: the ranks' predictions or weights differ.
     """
 
-    arguments: _Arguments
-
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -90,14 +82,17 @@ class MP2(SparseMethod):
         prediction: bool = False,
         **common: Any,
     ) -> None:
-        self.arguments = _Arguments(prediction=check_flag("prediction", prediction))
+        self._prediction = check_flag("prediction", prediction)
         super().__init__(named_parameters, check_density(density), values=values, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return _MP2Work(bucket, sending, self.arguments.prediction)
+        return _MP2Work(bucket, sending, self._prediction)
+
+    def options(self) -> dict[str, object]:
+        return {**super().options(), "prediction": self._prediction}
 
     def made_with(self) -> dict[str, Any]:
-        return {**super().made_with(), "prediction": self.arguments.prediction}
+        return {**super().made_with(), "prediction": self._prediction}
 
 
 class _MP2Work(SparseWork):

@@ -1,7 +1,6 @@
 """Low-rank compression (PowerSGD: Vogels, Karimireddy & Jaggi, NeurIPS 2019)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +16,6 @@ from ..engine.state import Fixed, TensorLeaf, Tree
 from ..engine.work import Step, Work
 from ..methods.base import Compressor
 from ..reference import OVERFLOW, usable
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    rank: int
-    values: Cast
-    error_feedback: bool
 
 
 class PowerSGD(Compressor):
@@ -61,8 +53,6 @@ class PowerSGD(Compressor):
     Other arguments, and errors: see :class:`~hvd_compress.Compressor`.
     """
 
-    arguments: _Arguments
-
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -74,27 +64,27 @@ class PowerSGD(Compressor):
     ) -> None:
         if values not in ("fp16", "fp32"):
             raise ValueError(f"values must be fp16 or fp32, got {values!r}")
-        self.arguments = _Arguments(
-            rank=check_integer("rank", rank, 1),
-            values=Cast(values),
-            error_feedback=check_flag("error_feedback", error_feedback),
-        )
+        self._rank, self._values = check_integer("rank", rank, 1), Cast(values)
+        self._feedback = check_flag("error_feedback", error_feedback)
         self._seed = check_integer("seed", common.get("seed", 0))  # Q is drawn before the first step
         super().__init__(named_parameters, **common)
 
     def work(self, bucket: Bucket) -> Work:
-        return _PowerSGDWork(bucket, self.arguments, self._seed)
+        return _PowerSGDWork(bucket, self._rank, self._values, self._feedback, self._seed)
+
+    def options(self) -> dict[str, object]:
+        own = {"rank": self._rank, "values": self._values, "error_feedback": self._feedback}
+        return {**super().options(), **own}
 
     def state(self) -> dict[str, Tree]:
-        a = self.arguments
-        return {"made_with": {"rank": Fixed(a.rank), "error feedback": Fixed(a.error_feedback)}}
+        return {"made_with": {"rank": Fixed(self._rank), "error feedback": Fixed(self._feedback)}}
 
 
 class _PowerSGDWork(Work):
-    def __init__(self, bucket: Bucket, arguments: _Arguments, seed: int) -> None:
-        self._arguments, self._seed = arguments, seed
+    def __init__(self, bucket: Bucket, rank: int, values: Cast, feedback: bool, seed: int) -> None:
+        self._rank, self._values, self._feedback, self._seed = rank, values, feedback, seed
         #: A gradient from here on counts as infinite. Factors in float16 would need many steps to send a larger one.
-        self._overflow = 2.0**22 if arguments.values.kind == "fp16" else OVERFLOW
+        self._overflow = 2.0**22 if values.kind == "fp16" else OVERFLOW
         super().__init__(bucket)
         #: Whether a gradient of this step is not finite: bool, ().
         self._invalid = torch.zeros((), dtype=torch.bool, device=bucket.device)
@@ -110,7 +100,7 @@ class _PowerSGDWork(Work):
         super().begin(step)
         self._invalid.zero_()
         self._sent = None
-        if not self._arguments.error_feedback:
+        if not self._feedback:
             self.bucket.residual.zero_()
 
     def accumulate(self) -> None:
@@ -150,7 +140,7 @@ class _PowerSGDWork(Work):
                 contribution = sent[i] = torch.where(valid, own[i].view(residual.shape), 0.0)
                 residual.sub_(contribution)
                 target.copy_(torch.where(valid, averages[i].view(residual.shape) * self.step.scale, torch.nan))
-        if not self._arguments.error_feedback:
+        if not self._feedback:
             bucket.residual.zero_()
             sent = [None] * len(sent)
         self._sent, self._q = (sent, old_q), new_q
@@ -169,7 +159,7 @@ class _PowerSGDWork(Work):
 
     def _random_q(self, index: int) -> Tensor | None:
         n, m = _matrix(self.bucket.pieces[index], self.bucket.residual).shape
-        rank = min(self._arguments.rank, n, m)
+        rank = min(self._rank, n, m)
         if rank * (n + m) >= n * m:
             return None
         key = derive(self._seed, 0, self.bucket.index, index)
@@ -178,9 +168,8 @@ class _PowerSGDWork(Work):
         return q.to(self.bucket.device)
 
     def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        cast = self._arguments.values
-        limit = cast.limit(self.step.ranks)  # the sum must not overflow; the residual keeps the rest
-        return torch.cat([x.flatten() for x in tensors]).clamp(-limit, limit).to(cast.dtype)
+        limit = self._values.limit(self.step.ranks)  # the sum must not overflow; the residual keeps the rest
+        return torch.cat([x.flatten() for x in tensors]).clamp(-limit, limit).to(self._values.dtype)
 
 
 def _unpack(flat: Tensor, like: Sequence[Tensor], factor: float = 1.0) -> list[Tensor]:

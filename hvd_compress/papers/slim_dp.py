@@ -1,6 +1,5 @@
 """Explore and exploit: a core of significant entries, and random ones of the others (Sun et al., arXiv 1709.09393)."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -24,12 +23,6 @@ from .history import GradientHistory, flat_weights, root_mean_squares
 _RESELECT = 20
 # The weight with which an entry is always drawn: a draw divides weights by numbers between 2**-33 and 23.
 _CORE = 1e20
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    core: float
-    smoothing: float
 
 
 class SlimDP(SparseMethod):
@@ -72,8 +65,6 @@ class SlimDP(SparseMethod):
     Other arguments, and errors: see :class:`~hvd_compress.methods.sparse.SparseMethod`.
     """
 
-    arguments: _Arguments
-
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -84,14 +75,15 @@ class SlimDP(SparseMethod):
         smoothing: float = 0.9,
         **common: Any,
     ) -> None:
-        self.arguments = _Arguments(
-            core=check_number("core", core, at_least=0, at_most=1),
-            smoothing=check_number("smoothing", smoothing, at_least=0, below=1),
-        )
+        self._core = check_number("core", core, at_least=0, at_most=1)
+        self._smoothing = check_number("smoothing", smoothing, at_least=0, below=1)
         super().__init__(named_parameters, density, values=values, **common)
 
     def sparse_work(self, bucket: Bucket, sending: Sending) -> SparseWork:
-        return _SlimDPWork(bucket, sending, self.arguments)
+        return _SlimDPWork(bucket, sending, self._core, self._smoothing)
+
+    def options(self) -> dict[str, object]:
+        return {**super().options(), "core": self._core, "smoothing": self._smoothing}
 
 
 class _Core(Part):
@@ -113,9 +105,8 @@ class _Core(Part):
 
 
 class _SlimDPWork(SparseWork):
-    def __init__(self, bucket: Bucket, sending: Sending, arguments: _Arguments) -> None:
-        self._arguments = arguments
-        self._core, self._history = _Core(bucket), GradientHistory(bucket, arguments.smoothing)
+    def __init__(self, bucket: Bucket, sending: Sending, share: float, smoothing: float) -> None:
+        self._share, self._core, self._history = share, _Core(bucket), GradientHistory(bucket, smoothing)
         super().__init__(bucket, sending, core=self._core, history=self._history)
 
     def decide(self, slots: list[int]) -> Shared:
@@ -138,7 +129,7 @@ class _SlimDPWork(SparseWork):
         since = step.number - step.number % _RESELECT
         picker.rotate(derive(step.seed, since, self.bucket.index) & 0xFFFF)
         if since == step.number and isinstance(picker, Blocks):
-            core = Blocks(self.bucket, [round(slots * self._arguments.core) for slots in picker.slots])
+            core = Blocks(self.bucket, [round(slots * self._share) for slots in picker.slots])
             core.begin(step)
             core.rotate(picker.phase)
             core.pick_by(self.significance(), 0.0)

@@ -14,7 +14,7 @@ from hvd_compress.carriers.nodes import divided, groups
 from hvd_compress.carriers.threads import ThreadCollectives, ThreadWorld
 from hvd_compress.engine.bucket import make_buckets
 from hvd_compress.engine.collectives import ring_bytes
-from hvd_compress.methods import replacement
+from hvd_compress.methods import demo
 
 
 def test_shares_are_whole_parameters_of_about_equal_sizes():
@@ -130,8 +130,8 @@ def test_without_compression_nothing_changes():
 
 def test_only_the_owner_orthogonalizes(monkeypatch):
     calls = []
-    orthogonalize = replacement.orthogonalize
-    monkeypatch.setattr(replacement, "orthogonalize", lambda *given: (calls.append(given), orthogonalize(*given)))
+    orthogonalize = demo.orthogonalize
+    monkeypatch.setattr(demo, "orthogonalize", lambda *given: (calls.append(given), orthogonalize(*given)))
     world, ranks = replicas((2, 2), DeMo, orthogonal=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as that of scaled signs, on a rank that has written only its own

@@ -325,7 +325,7 @@ def test_demo_has_the_rule_that_its_docstring_says(build, expected):
     taken = {
         id(p)
         for name, p in zip(engine.names, engine.parameters, strict=True)
-        if name in compression._replacement.names and p.dim() >= 2
+        if name in compression._names and p.dim() >= 2
     }
     assert taken == {id(p) for p in hidden_matrices(model, filters=True, others=[])[0].values()}
 
