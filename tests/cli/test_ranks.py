@@ -31,28 +31,29 @@ def test_a_rank_that_waits_leaves_its_core_to_the_others(ranks, tmp_path):
 
 
 NODES = """
-import os, sys
+import os
+import horovod.torch as hvd
 import torch
 import hvd_compress
 from hvd_compress.cli import ranks
 
-nodes = int(sys.argv[1])
-rank = ranks.start("horovod", nodes=nodes)
-model = torch.nn.Linear(64, 64)
-levels = hvd_compress.IWP(model.named_parameters(), nodes=nodes).engine.nodes
-assert levels.between.size == nodes
-assert levels.inside is None if nodes == 4 else (levels.inside.size == 4 // nodes)
-assert not os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS")
-print("made", flush=True)
-rank.gather(None)  # another one may still ask Horovod for a size
-rank.close()
+for nodes in (1, 2, 4):
+    rank = ranks.start("horovod", nodes=nodes)
+    model = torch.nn.Linear(64, 64)
+    levels = hvd_compress.IWP(model.named_parameters(), nodes=nodes).engine.nodes
+    assert levels.between.size == nodes
+    assert levels.inside is None if nodes == 4 else (levels.inside.size == 4 // nodes)
+    assert not os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS")
+    print("made", flush=True)
+    rank.gather(None)  # another one may still ask Horovod for a size
+    hvd.shutdown()
 """
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_process_sets_of_nodes_are_given_to_init(nodes, tmp_path):
+def test_process_sets_of_nodes_are_given_to_init(tmp_path):
     """With dynamic ones, calls that start a collective wait for the network (scripts/lab/process_sets.py)."""
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     script = tmp_path / "nodes.py"
     script.write_text(NODES)
-    assert launch("run.sh", ["4", str(script), str(nodes)], timeout=100).count("made") == 4
+    output = launch("run.sh", ["--gloo", "4", str(script)], timeout=100)  # Open MPI cannot begin again
+    assert output.count("made") == 3 * 4
