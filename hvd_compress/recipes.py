@@ -103,7 +103,7 @@ def low_bit(
         restore_length: keep the learning rate of a dense training. Without it, try 1.5 and 2 times that rate.
         decay, fragments, delay, on_averaged_gradients: see :class:`~hvd_compress.LocalSteps`. With many ranks, try
             ``low_bit(model, muon, on_averaged_gradients=adamw)``, and add ``dense_values="fp32"`` if gradients of
-            vectors are below 1e-6: float16 has nothing below 6e-8.
+            vectors are below 1e-6, or, summed over a period and all ranks, above 65,504, float16's range.
         options: further arguments of the compressor.
     """
     compression = Quantized(model, bits, mean_bits=mean_bits, **{"dense_values": "fp16", **options})

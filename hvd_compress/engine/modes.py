@@ -1,8 +1,8 @@
 """Turns off torch's modes that would change the state and the results of a compressor.
 
 Autocast rounds matrix products, inference mode makes tensors that no later step may write to, and autograd records the
-step. They are off wherever the package is entered. The default dtype and the default device have no effect either:
-every tensor is made with a dtype and a device (``tests/test_rooms.py``).
+step. They are off wherever the package is entered; in a function that ``torch.compile`` compiles, the package is not.
+The default dtype and device have no effect: every tensor is made with these (``tests/test_rooms.py``).
 """
 
 from collections.abc import Callable
@@ -48,6 +48,7 @@ def _turn_all_off() -> Callable[[], object]:
 def modes_off(function: Callable[P, R]) -> Callable[P, R]:
     """Decorates ``function`` so that the modes are off in it."""
 
+    @torch._disable_dynamo
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         turn_on = turn_off()

@@ -76,6 +76,7 @@ class Optimizers:
             method.engine.comparison.changed()
         method.clock.before_optimizer_step(optimizer)
 
+    @modes_off
     def after_step(self, method: Method, optimizer: Optimizer) -> None:
         """Called after each step of any optimizer."""
         seen = None if self._seen is None else self._seen()

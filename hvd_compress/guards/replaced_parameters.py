@@ -22,7 +22,7 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 class ReplacedParameters:
-    """Knows the modules that hold the parameters. Keeps no strong reference.
+    """Knows the modules that hold the parameters. Keeps no reference, to parameters no weak one: torch swaps none then.
 
     Args:
         named: names and parameters.
@@ -34,7 +34,7 @@ class ReplacedParameters:
         names = {id(p): name for name, p in named if not is_sharded(p)}
         self._model = None if model is None else weakref.ref(model)
         self._places = [
-            (names[id(p)], weakref.ref(module), key, weakref.ref(p))
+            (names[id(p)], weakref.ref(module), key, id(p))
             for module in (model.modules() if model is not None else ())
             for key, p in module._parameters.items()
             if p is not None and id(p) in names
@@ -42,13 +42,13 @@ class ReplacedParameters:
 
     def check(self) -> None:
         """Raises ``ValueError`` if parameters of the model were replaced."""
-        places = [(name, module(), key, p()) for name, module, key, p in self._places]
-        moved = [(name, p) for name, module, key, p in places if module is None or module._parameters.get(key) is not p]
+        places = [(name, module(), key, number) for name, module, key, number in self._places]
+        moved = [(name, n) for name, m, key, n in places if m is None or id(m._parameters.get(key)) != n]
         if not moved:
             return
         model = None if self._model is None else self._model()
         held = {id(p) for p in model.parameters()} if model is not None else set[int]()  # a parametrization moves some
-        gone = [name for name, p in moved if id(p) not in held]
+        gone = [name for name, number in moved if number not in held]
         if gone:
             more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
             raise ValueError(

@@ -30,6 +30,7 @@ from .nested import backward_depth
 from .torch_host import TorchHost
 
 
+@modes_off
 def ddp_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
     """A communication hook for ``DistributedDataParallel.register_comm_hook(compression, ddp_hook)``.
 
@@ -104,10 +105,7 @@ class DDPHost(TorchHost):
 
     def _reset(self, overwritten: bool = False) -> None:
         self.reset(overwritten=overwritten)
-        text = (
-            "a backward pass failed, ended early or overlapped with another (one compressor serves one DDP model): "
-            "start again"
-        )
+        text = "a backward pass failed, ended early or overlapped with another (one compressor serves one DDP model)"
         for future, _ in self._futures:
             future.set_exception(RuntimeError(text))  # type: ignore[arg-type]
         self._clear()

@@ -22,6 +22,7 @@ from torch import Tensor, distributed
 from torch.utils.hooks import RemovableHandle
 
 from ..engine.engine import Engine
+from ..engine.modes import modes_off
 from ..engine.shards import is_sharded, local, meshes
 from ..gradients.step import GradScaler
 from ..guards.averaging import ExchangingHook
@@ -168,10 +169,9 @@ class FSDPHost(TorchHost):
             other.remove()
         self._attach()
         try:
-            for module in modules:
-                for group in groups_of(module):
-                    if all(hook.group is not group for hook in self._module_hooks):
-                        self._module_hooks.append(ModuleHook(module, group, self._reduced, not averages))
+            for module, group in [(one, group) for one in modules for group in groups_of(one)]:
+                if all(hook.group is not group for hook in self._module_hooks):
+                    self._module_hooks.append(ModuleHook(module, group, self._reduced, not averages))
             this = weakref.ref(self)
             for name, p in {id(p): (name, p) for name, p in named}.values():
                 if p.is_floating_point() or p.is_complex():  # others cannot be trained
@@ -290,6 +290,7 @@ class FSDPHost(TorchHost):
                 self._grads[number] = earlier
             self.arrive(number, local(self._grads[number]), self._before.get(number))
 
+    @modes_off
     def _end_of_backward(self) -> None:
         with self.inside():
             for stream in self._streams:
@@ -341,8 +342,7 @@ class FSDPHost(TorchHost):
     def _clear(self) -> None:
         self._backward, self._hook = None, None
         self._before, self._grads, self._apart = {}, {}, {}
-        self._exchanged.clear()
-        self._streams.clear()
+        self._exchanged, self._streams = set(), set()
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,6 +363,7 @@ class _ParameterHook(ExchangingHook):
     def exchanges(self) -> bool:
         return self.host() is not None
 
+    @modes_off
     def __call__(self, parameter: torch.nn.Parameter) -> None:
         host, grad = self.host(), parameter.grad
         if host is None:

@@ -115,11 +115,11 @@ class Training:
             return bool(self.ends)
 
         if isinstance(built, LocalSteps):
-            self.ends = use_hook(wrapped or model, None, runs)
+            self.ends = use_hook(model if wrapped is None else wrapped, None, runs)
         elif any(map(is_sharded, built.engine.parameters)):
             self.ends = [register_fsdp_hooks(model, built).remove]
         else:
-            self.ends = use_hook(wrapped or model, partial(ddp_hook, built), runs)
+            self.ends = use_hook(model if wrapped is None else wrapped, partial(ddp_hook, built), runs)
             momentum = built.traits.momentum or built.traits.fixed_size
             if not self.ends and (world.place()[1] > 1 or momentum):
                 raise RuntimeError(

@@ -361,7 +361,8 @@ def test_a_model_that_was_on_the_meta_device_is_refused(call, ordered):
         call(local)
 
 
-def test_a_parametrization_keeps_the_parameters():
+@pytest.mark.parametrize("way", ["parametrization", "swapped tensors"])
+def test_other_ways_to_keep_the_parameters(way):
     world = ThreadWorld(2, ordered=True)
     models = [toy_model() for _ in range(2)]
 
@@ -369,7 +370,10 @@ def test_a_parametrization_keeps_the_parameters():
         model = models[rank]
         optimizer = sgd(model.parameters())
         local = recipes.low_bit(model, optimizer, 2, collectives=world.collectives(rank))
-        nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+        if way == "parametrization":
+            nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+        else:  # as load_state_dict() does after torch.__future__.set_swap_module_params_on_conversion(True)
+            torch.utils.swap_tensors(model[0].weight, nn.Parameter(model[0].weight.detach().clone()))
         for _ in range(4):
             optimizer.zero_grad()
             model(torch.randn(4, 32)).square().mean().backward()

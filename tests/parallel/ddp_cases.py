@@ -7,6 +7,7 @@ import time
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
 import job
 import pytest
@@ -440,6 +441,42 @@ def a_loop_under_ddp():
     hvd_compress.average_gradients(compression)
     assert all((p.grad == (size - 1) / 2).all() for p in model.parameters())
     assert other.require_backward_grad_sync
+
+
+def compiled(kind, compile_step):
+    """The weights after six steps, each of them in one function."""
+    model, optimizer, data = branches()
+    called, after_backward, after_step = model, lambda: None, lambda: None
+    if kind == "local":
+        after_step = hvd_compress.recipes.low_bit(model, optimizer, 2).step
+    else:
+        compression = hvd_compress.IWP(model, density=1 / 8)
+        if kind == "loop":
+            after_backward = partial(hvd_compress.average_gradients, compression)
+        else:
+            called = DistributedDataParallel(model, find_unused_parameters=True)
+            called.register_comm_hook(compression, hvd_compress.ddp_hook)
+
+    def step(images):
+        optimizer.zero_grad()
+        called(images, range(6)).square().mean().backward()
+        after_backward()
+        optimizer.step()
+        after_step()
+
+    taken = compile_step(step)
+    for _ in range(6):
+        taken(torch.randn(4, 3, 6, 6, generator=data).to(DEVICE))
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@register(CASES, once=True)
+def compiled_steps():
+    """``torch.compile`` of a whole step, in which it must not compile what exchanges."""
+    for kind in ("local", "loop", "hook"):
+        expected = compiled(kind, lambda step: step)
+        torch._dynamo.reset()
+        torch.testing.assert_close(compiled(kind, partial(torch.compile, backend="eager")), expected)
 
 
 @register(CASES, once=True)

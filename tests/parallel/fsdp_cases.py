@@ -812,6 +812,17 @@ def a_removed_hook_that_a_later_one_calls():
 
 
 @register(CASES, once=True)
+def compiled_steps():
+    """``torch.compile`` of a whole step, in which it must not compile what exchanges."""
+    eager, ours = (Job(build=EXACT["iwp"]) for _ in range(2))
+    step = torch.compile(ours.step, backend="eager")
+    for _ in range(4):
+        eager.step()
+        step()
+    _assert_same(ours, eager)
+
+
+@register(CASES, once=True)
 def removed_hooks_keep_nothing_alive():
     """No cycle is left: without Python's garbage collector, too."""
     ours = Job(build=EXACT["iwp"]).train(2)

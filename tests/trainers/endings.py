@@ -272,6 +272,19 @@ def another_trainer_after_a_compressor(folder):
 
 
 @case
+def compiled_by_transformers(folder):
+    """A compiled model around DDP has no truth value."""
+    for build, options in ((recipes.low_bit, {"period": 4}), (hvd_compress.Quantized, {"bits": 4})):
+        made = []
+        for compiled in (False, True):
+            callback = TransformersCallback(build, **options)
+            made.append(trainer(folder, [callback], torch_compile=compiled, torch_compile_backend="eager"))
+            made[-1].train()
+        torch.testing.assert_close(*(parameters(one.model) for one in made), rtol=1e-3, atol=1e-4)
+        assert equal_on_all_ranks(parameters(made[1].model))
+
+
+@case
 def two_callbacks_at_once(folder):
     made = trainer(folder, [local(), local()])
     try:
