@@ -37,7 +37,7 @@ END = (
 
 
 def check_kind(optimizer: Any, given: Any) -> None:
-    """Raises ``TypeError`` for no optimizer, ``ValueError`` for torchft's and Horovod's. ``given``: with wrappers."""
+    """Raises ``TypeError`` for no optimizer, ``ValueError`` for one of averages. ``given``: with wrappers."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, or a list of several, got {given!r:.80}: write "
@@ -48,6 +48,8 @@ def check_kind(optimizer: Any, given: Any) -> None:
             "torchft's OptimizerWrapper votes on each step, and local steps vote on each round: give and step the "
             "optimizer inside it"
         )
+    if hasattr(optimizer, "consolidate_state_dict"):
+        raise ValueError("ZeroRedundancyOptimizer needs averaged gradients: local steps take the plain optimizer")
     if is_distributed_optimizer(optimizer):
         raise ValueError("local steps take the plain optimizer, not Horovod's: nothing averages the gradients")
 

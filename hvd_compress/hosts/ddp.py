@@ -105,7 +105,10 @@ class DDPHost(TorchHost):
 
     def _reset(self, overwritten: bool = False) -> None:
         self.reset(overwritten=overwritten)
-        text = "a backward pass failed, ended early or overlapped with another (one compressor serves one DDP model)"
+        text = (
+            "a backward pass failed, ended early or overlapped with another (one compressor serves one DDP model): "
+            "start again"
+        )
         for future, _ in self._futures:
             future.set_exception(RuntimeError(text))  # type: ignore[arg-type]
         self._clear()

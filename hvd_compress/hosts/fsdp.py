@@ -169,9 +169,10 @@ class FSDPHost(TorchHost):
             other.remove()
         self._attach()
         try:
-            for module, group in [(one, group) for one in modules for group in groups_of(one)]:
-                if all(hook.group is not group for hook in self._module_hooks):
-                    self._module_hooks.append(ModuleHook(module, group, self._reduced, not averages))
+            for module in modules:
+                for group in groups_of(module):
+                    if all(hook.group is not group for hook in self._module_hooks):
+                        self._module_hooks.append(ModuleHook(module, group, self._reduced, not averages))
             this = weakref.ref(self)
             for name, p in {id(p): (name, p) for name, p in named}.values():
                 if p.is_floating_point() or p.is_complex():  # others cannot be trained
@@ -342,7 +343,8 @@ class FSDPHost(TorchHost):
     def _clear(self) -> None:
         self._backward, self._hook = None, None
         self._before, self._grads, self._apart = {}, {}, {}
-        self._exchanged, self._streams = set(), set()
+        self._exchanged.clear()
+        self._streams.clear()
 
 
 @dataclass(frozen=True, eq=False)

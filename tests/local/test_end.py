@@ -12,6 +12,8 @@ import torch
 from local_workers import Worker, on_both_hosts, same, sgd, workers
 from models import equal, gradients, mixed_model
 from optimizers import muon_and_adamw
+from torch import distributed
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from hvd_compress import DCPState, LocalSteps, NoCompression, Quantized, recipes, reshard
 from hvd_compress.carriers.threads import ThreadWorld
@@ -567,6 +569,18 @@ def test_torchfts_wrappers_name_the_cure():
 
     with pytest.raises(ValueError, match="give its Manager, process_group=manager"):
         NoCompression(model, process_group=ManagedProcessGroup())
+
+
+def test_zero_redundancy_optimizer_is_refused():
+    """Its steps of a rank's own parameters are no progress of that rank's gradients."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = mixed_model()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        with pytest.raises(ValueError, match="ZeroRedundancyOptimizer needs averaged gradients: local steps take the"):
+            recipes.low_bit(model, optimizer, collectives=ThreadWorld(1).collectives(0))
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_layers_that_were_frozen_when_it_was_built_name_the_cure():
