@@ -13,7 +13,6 @@ from .state import OptionalTensor, Tree
 class DenseVelocity:
     """A plain velocity for each uncompressed parameter: float32, or float64 for one of that dtype."""
 
-    #: Whether a subclass has velocities of compressed parameters, too.
     of_compressed = False
 
     def __init__(self, engine: Engine) -> None:

@@ -51,7 +51,6 @@ class Optimizers:
         """Called when the set of ranks has changed (elastic)."""
         self.regrouped = None
 
-    @modes_off
     def before_step(self, method: Method, optimizer: Optimizer) -> None:
         """Called before each step of any optimizer. ``method``: whose parameters these are."""
         seen = None if self._seen is None else self._seen()
@@ -76,7 +75,6 @@ class Optimizers:
             method.engine.comparison.changed()
         method.clock.before_optimizer_step(optimizer)
 
-    @modes_off
     def after_step(self, method: Method, optimizer: Optimizer) -> None:
         """Called after each step of any optimizer."""
         seen = None if self._seen is None else self._seen()
@@ -113,6 +111,7 @@ def watch(method: Method) -> None:
         _watching = (*(other for other in _watching if other() is not None), weakref.ref(method))
 
 
+@modes_off
 def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for reference in _watching:
         try:
@@ -126,6 +125,7 @@ def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None
                 raise
 
 
+@modes_off
 def _after_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for reference in _watching:
         if (method := reference()) is not None:

@@ -22,7 +22,7 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 class ReplacedParameters:
-    """Knows the modules that hold the parameters. Keeps no reference, to parameters no weak one: torch swaps none then.
+    """Knows the modules that hold the parameters, and the ids of these: torch swaps no tensor with a weak reference.
 
     Args:
         named: names and parameters.
@@ -42,14 +42,13 @@ class ReplacedParameters:
 
     def check(self) -> None:
         """Raises ``ValueError`` if parameters of the model were replaced."""
-        places = [(name, module(), key, number) for name, module, key, number in self._places]
-        moved = [(name, n) for name, m, key, n in places if m is None or id(m._parameters.get(key)) != n]
+        places = [(name, module(), key, own) for name, module, key, own in self._places]
+        moved = [(name, own) for name, m, key, own in places if m is None or id(m._parameters.get(key)) != own]
         if not moved:
             return
         model = None if self._model is None else self._model()
         held = {id(p) for p in model.parameters()} if model is not None else set[int]()  # a parametrization moves some
-        gone = [name for name, number in moved if number not in held]
-        if gone:
+        if gone := [name for name, own in moved if own not in held]:
             more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
             raise ValueError(
                 f"{', '.join(gone[:3])}{more}: the model has other parameters than the compressor was given "

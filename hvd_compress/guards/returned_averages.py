@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from ..engine.engine import Engine
+from ..engine.modes import modes_off
 from ..engine.shards import local
 from ..engine.spread import PROBES, spread
 from .bypassing_gradients import Stepped
@@ -135,6 +136,7 @@ class ReturnedAverages:
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
 
+@modes_off
 def _before_accumulation(averages: "weakref.ref[ReturnedAverages]", number: int, grad: Tensor) -> None:
     if (alive := averages()) is not None:
         alive.before_accumulation(number)

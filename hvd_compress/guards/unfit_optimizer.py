@@ -1,11 +1,11 @@
 """Optimizers that do not fit local steps.
 
 People: step an optimizer that local steps were not given, in another training of the model or after building it anew;
-    step Horovod's.
+    step Horovod's; give `ZeroRedundancyOptimizer`.
 Cost: its steps are averaged as progress of the others, or gradients are averaged twice.
 Noticed: before each step of any optimizer that holds the parameters.
-Message: `steps parameters of this compressor, and LocalSteps was not given it` …
-Cure: all optimizers as a list; [`local.end(model)`](local_steps.md) on all ranks before another training
+Message: `steps parameters of this compressor, and LocalSteps was not given it`, `sends weights in each step` …
+Cure: all optimizers as a list, plain ones; [`local.end(model)`](local_steps.md) on all ranks before another training
 
 People: freeze layers before local steps are built, and unfreeze them later; add parameters to an optimizer.
 Cost: these parameters are never averaged: each rank trains its own.
@@ -37,7 +37,7 @@ END = (
 
 
 def check_kind(optimizer: Any, given: Any) -> None:
-    """Raises ``TypeError`` for no optimizer, ``ValueError`` for one of averages. ``given``: with wrappers."""
+    """Raises ``TypeError`` for no optimizer, ``ValueError`` for torchft's and Horovod's. ``given``: with wrappers."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, or a list of several, got {given!r:.80}: write "
@@ -48,8 +48,6 @@ def check_kind(optimizer: Any, given: Any) -> None:
             "torchft's OptimizerWrapper votes on each step, and local steps vote on each round: give and step the "
             "optimizer inside it"
         )
-    if hasattr(optimizer, "consolidate_state_dict"):
-        raise ValueError("ZeroRedundancyOptimizer needs averaged gradients: local steps take the plain optimizer")
     if is_distributed_optimizer(optimizer):
         raise ValueError("local steps take the plain optimizer, not Horovod's: nothing averages the gradients")
 
@@ -87,6 +85,10 @@ def check_parameters(optimizers: Sequence[Optimizer], known: Set[int]) -> None:
     holders = Counter[int]()
     for optimizer in optimizers:
         for part in inside(optimizer):
+            if hasattr(part, "consolidate_state_dict"):
+                raise ValueError(
+                    f"{type(part).__name__} sends weights in each step: give and step the optimizer inside it"
+                )
             if callable(getattr(part, "eval", None)):
                 raise ValueError(
                     f"{type(part).__name__} evaluates other weights than it trains (optimizer.eval()), which local "
@@ -95,8 +97,7 @@ def check_parameters(optimizers: Sequence[Optimizer], known: Set[int]) -> None:
                 )
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(id(p) in known for p in held):
-            which = type(optimizer).__name__ if len(optimizers) > 1 else "the optimizer"
-            raise ValueError(f"{which} holds none of the compressor's parameters")
+            raise ValueError(f"{type(optimizer).__name__} holds none of the compressor's parameters")
         if unknown := sum(p.requires_grad and id(p) not in known for p in held):
             raise ValueError(
                 f"{unknown} of the optimizer's parameters would never be averaged: the compressor was not given "

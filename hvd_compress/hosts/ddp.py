@@ -11,7 +11,7 @@ engine's. torch.distributed matches collectives by the order of the calls, which
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -137,6 +137,7 @@ class DDPHost(TorchHost):
             )
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
+    @modes_off
     def _end_of_backward(self) -> None:
         if self._futures:
             with self._engine.entered, self._side_stream(self._futures[0][1].device), self.inside():
@@ -165,7 +166,7 @@ class DDPHost(TorchHost):
         # Twice, to run after DDP's own callback, which is queued after this hook.
         results = self._results
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(lambda: _fill_unused(results)))
+        queue(partial(queue, partial(_fill_unused, results)))
         self._clear()
 
     def _side_stream(self, device: torch.device) -> AbstractContextManager[object]:

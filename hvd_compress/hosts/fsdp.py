@@ -230,6 +230,7 @@ class FSDPHost(TorchHost):
 
     # A backward pass.
 
+    @modes_off
     def _reduced(self, hook: ModuleHook) -> None:
         """The all-reduce hook: FSDP is about to add a module's gradients to ``.grad``."""
         if self.handle is None:
@@ -317,6 +318,7 @@ class FSDPHost(TorchHost):
                 hook.keep()
             self._clear()
 
+    @modes_off
     def _failed(self, backward: int) -> None:
         """Resets a backward pass if it is still in progress."""
         with self._engine.entered:

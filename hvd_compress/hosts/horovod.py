@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..carriers.horovod import HorovodCollectives, averaging_device, second_reference
 from ..engine.dense import DenseGradient, as_real, written_out
 from ..engine.engine import Engine
+from ..engine.modes import modes_off
 from ..engine.place import Place
 from ..gradients.step import GradientStep, GradScaler
 from ..guards.averaging import was_given
@@ -38,6 +39,7 @@ class HorovodHost(GradientStep):
         self._nothing = cache(_nothing)
         self._references: list[Tensor] = []
 
+    @modes_off
     def compress(self, tensor: Tensor) -> tuple[Tensor, Place | DenseGradient | None]:
         """See :meth:`hvd_compress.Compressor.compress`."""
         engine = self._engine
@@ -53,6 +55,7 @@ class HorovodHost(GradientStep):
                 return payload, arrived
             return self._nothing(averaging_device(tensor.device))[0], arrived
 
+    @modes_off
     def decompress(self, tensor: Tensor, ctx: Place | DenseGradient) -> Tensor:
         """See :meth:`hvd_compress.Compressor.decompress`."""
         engine = self._engine

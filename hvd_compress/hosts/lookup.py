@@ -7,6 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..engine.modes import modes_off
+
 # The largest difference between two dense copies of one sparse gradient, relative to the largest entry.
 _TOLERANCE = 0.01
 
@@ -93,6 +95,7 @@ def _is_copy(dense: Tensor, sparse: Tensor) -> bool:
     return bool(distance <= _TOLERANCE)
 
 
+@modes_off
 def _record(lookup: "weakref.ref[GradientLookup]", number: int, parameter: Tensor) -> None:
     if (alive := lookup()) is not None:
         alive.record(number)

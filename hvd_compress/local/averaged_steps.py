@@ -72,7 +72,7 @@ class AveragedSteps:
                 self._created[optimizer] = None
                 return
         pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-        self._hooks[optimizer] = pre(self._take), post(self._give_back)
+        self._hooks[optimizer] = pre(self._take), post(modes_off(self._give_back))
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[optimizer][1].id, last=False)  # type: ignore[attr-defined]
 
     def refuse_counts(self, optimizer: Optimizer) -> None:

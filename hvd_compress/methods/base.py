@@ -121,6 +121,8 @@ class Compressor(Reporting, Method):
         start_timeout: float = 300.0,
         collectives: Collectives | None = None,
     ) -> None:
+        if hasattr(self, "arguments"):
+            raise TypeError("self.arguments is not read: list in options() what ranks must have in common")
         check_resharded(named_parameters)
         named = named_pairs(named_parameters, f"{type(self).__name__}(model)")
         self._model = weakref.ref(named_parameters) if isinstance(named_parameters, torch.nn.Module) else None

@@ -210,7 +210,7 @@ class Hadamard(Coefficients):
 
 class _Replaced(Hadamard):
     """Averages of parameters with these ``names`` become orthogonal, the others' their signs: after they are written,
-    in float32 until then. ``received`` is told."""
+    in float32 until then. The result is reported to ``received``."""
 
     def __init__(self, bucket: Bucket, names: frozenset[str], received: ScaledSigns) -> None:
         super().__init__(bucket)

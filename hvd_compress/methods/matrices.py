@@ -87,7 +87,7 @@ def hidden_matrices(
 def orthogonal_names(
     orthogonal: bool | str | Iterable[str], named_parameters: NamedParameters
 ) -> tuple[frozenset[str], list[tuple[str, nn.Parameter]]]:
-    """The names of the parameters to which DeMo's ``orthogonal`` leads, and all named parameters."""
+    """The names of the parameters that DeMo's ``orthogonal`` selects, and all named parameters."""
     named = named_pairs(named_parameters, "DeMo(model)")
     names = frozenset(name for name, _ in named)
     if isinstance(orthogonal, bool):

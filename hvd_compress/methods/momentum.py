@@ -49,7 +49,12 @@ def remove_momentum(optimizer: Optimizer, momentum: float) -> bool:
 
 class MomentumCorrection(DenseVelocity):
     """The momentum of one compressor: a velocity beside each bucket's residual, and a plain one for each uncompressed
-    parameter. ``works``: the buckets that this rank owns. ``momentum``: of all parameters, in [0, 1); 0 is off."""
+    parameter, the base class. ``works``: the buckets that this rank owns. ``momentum``: of all parameters, in [0, 1);
+    0 is off, with which DeMo uses the plain ones for its own.
+
+    Attributes:
+        of_compressed: whether compressed parameters have a velocity, too.
+    """
 
     def __init__(self, engine: Engine, works: Sequence[SparseWork], momentum: float) -> None:
         super().__init__(engine)
@@ -110,7 +115,7 @@ class MomentumCorrection(DenseVelocity):
     def get(self, number: int) -> Tensor:
         """This rank's velocity of parameter ``number``. With nodes, one rank of a node has it, the others zeros."""
         place = self._engine.place_of[number]
-        if place is None:
+        if place is None or not self.of_compressed:
             return super().get(number)
         if not isinstance(work := place.work, SparseWork):  # another rank of the node owns it
             return work.residual_of(place.piece)
@@ -120,7 +125,7 @@ class MomentumCorrection(DenseVelocity):
     def set(self, number: int, velocity: Tensor) -> None:
         """Replaces this rank's velocity of parameter ``number``."""
         place = self._engine.place_of[number]
-        if place is None:
+        if place is None or not self.of_compressed:
             super().set(number, velocity)
         elif isinstance(work := place.work, SparseWork):
             with work.bucket.order:

@@ -31,13 +31,13 @@ def test_a_rank_that_waits_leaves_its_core_to_the_others(ranks, tmp_path):
 
 
 NODES = """
-import os
+import os, sys
 import horovod.torch as hvd
 import torch
 import hvd_compress
 from hvd_compress.cli import ranks
 
-for nodes in (1, 2, 4):
+for nodes in map(int, sys.argv[1:]):
     rank = ranks.start("horovod", nodes=nodes)
     model = torch.nn.Linear(64, 64)
     levels = hvd_compress.IWP(model.named_parameters(), nodes=nodes).engine.nodes
@@ -46,14 +46,17 @@ for nodes in (1, 2, 4):
     assert not os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS")
     print("made", flush=True)
     rank.gather(None)  # another one may still ask Horovod for a size
-    hvd.shutdown()
+    if nodes == int(sys.argv[-1]):
+        rank.close()
+    hvd.shutdown()  # to begin again, which Open MPI cannot
 """
 
 
-def test_process_sets_of_nodes_are_given_to_init(tmp_path):
+@pytest.mark.parametrize(("launcher", "numbers"), [(["--gloo"], "124"), ([], "2")], ids=["gloo", "mpi"])
+def test_process_sets_of_nodes_are_given_to_init(launcher, numbers, tmp_path):
     """With dynamic ones, calls that start a collective wait for the network (scripts/lab/process_sets.py)."""
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     script = tmp_path / "nodes.py"
     script.write_text(NODES)
-    output = launch("run.sh", ["--gloo", "4", str(script)], timeout=100)  # Open MPI cannot begin again
-    assert output.count("made") == 3 * 4
+    output = launch("run.sh", [*launcher, "4", str(script), *numbers], timeout=100)
+    assert output.count("made") == 4 * len(numbers)

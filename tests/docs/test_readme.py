@@ -154,7 +154,7 @@ def horovods_nodes() -> str:
         assert old in sets
         sets = sets.replace(old, new)
     compressor = "IWP(model.named_parameters())"
-    assert compressor in program
+    assert compressor in program and "hvd.init()\n" in program
     return program.replace("hvd.init()\n", sets).replace(compressor, "IWP(model.named_parameters(), nodes=2)")
 
 

@@ -572,13 +572,14 @@ def test_torchfts_wrappers_name_the_cure():
 
 
 def test_zero_redundancy_optimizer_is_refused():
-    """Its steps of a rank's own parameters are no progress of that rank's gradients."""
+    """Each rank steps its own parameters only, and gets the others' weights."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         model = mixed_model()
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-        with pytest.raises(ValueError, match="ZeroRedundancyOptimizer needs averaged gradients: local steps take the"):
-            recipes.low_bit(model, optimizer, collectives=ThreadWorld(1).collectives(0))
+        for given in (optimizer, CombinedOptimizer([optimizer])):
+            with pytest.raises(ValueError, match="ZeroRedundancyOptimizer sends weights in each step: give and step"):
+                recipes.low_bit(model, given, collectives=ThreadWorld(1).collectives(0))
     finally:
         distributed.destroy_process_group()
 

@@ -372,9 +372,10 @@ def test_other_ways_to_keep_the_parameters(way):
         local = recipes.low_bit(model, optimizer, 2, collectives=world.collectives(rank))
         if way == "parametrization":
             nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
-        else:  # as load_state_dict() does after torch.__future__.set_swap_module_params_on_conversion(True)
-            torch.utils.swap_tensors(model[0].weight, nn.Parameter(model[0].weight.detach().clone()))
-        for _ in range(4):
+        for step in range(4):
+            if way == "swapped tensors" and step == 2:  # set_swap_module_params_on_conversion() is global
+                for p in model.parameters():
+                    torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
             optimizer.zero_grad()
             model(torch.randn(4, 32)).square().mean().backward()
             optimizer.step()

@@ -815,7 +815,7 @@ def a_removed_hook_that_a_later_one_calls():
 def compiled_steps():
     """``torch.compile`` of a whole step, in which it must not compile what exchanges."""
     eager, ours = (Job(build=EXACT["iwp"]) for _ in range(2))
-    step = torch.compile(ours.step, backend="eager")
+    step = torch.compile(ours.step, backend=job.apart)
     for _ in range(4):
         eager.step()
         step()
