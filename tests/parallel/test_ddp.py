@@ -24,7 +24,7 @@ def test_all_cases():
     run_cases(
         ["--ddp", "2"],
         {**plan, "iwp": [*all_cases("iwp"), "local_steps", "local_steps_in_flight"]},
-        timeout=300,
+        timeout=420,
         steps=6,
     )
 
