@@ -354,6 +354,7 @@ STATED: list[tuple[str, str, Source]] = [
     ("results", "| 8,192 | {} (2e-3) |", by_size("gpt-2m-20", **ALONE, rate=2e-3)),
     ("results", "| 8,192 | … (2e-3) | {} (4e-3) = **", by_size("gpt-2m-20", rate=4e-3)),
     ("results", "| 8,192 | … (2e-3) | … (4e-3) = **+{} %**", MOST_TEXT),
+    ("results", "= **+0.8 %** | {} (4e-3) |", by_size("gpt-2m-20", **FEWER, rate=4e-3)),
     ("choosing", "of 1 M and 4,096 bytes {} %,", MORE_TEXT),
     ("choosing", "2.5 M and 8,192 bytes {} % (", MOST_TEXT),
     ("choosing", "text a parameter lost {} % by", LITTLE_TEXT),
