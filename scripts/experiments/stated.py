@@ -219,9 +219,9 @@ ON_16: dict[str, Any] = {"rate": 6e-3, "task": "nanogpt", "windows": 16}
 NANOGPT_DENSE = simulated([0], **ALONE, **ON_16)
 NANOGPT_ONCE = simulated([0], averages="once", **ON_16)
 NANOGPT_RESTORED = simulated([0], averages="once", restore_length=True, **ON_16)
-LITTLE_TEXT, MORE_TEXT, MOST_TEXT = (
-    over(by_size(task, rate=4e-3), by_size(task, **ALONE, rate=2e-3))
-    for task in ("gpt-0.3m-20", "gpt-1m-20", "gpt-2m-20")
+SIZES = "gpt-0.3m-20", "gpt-1m-20", "gpt-2m-20"
+LITTLE_TEXT, MORE_TEXT, MOST_TEXT, LITTLE_TEXT_FEWER, MORE_TEXT_FEWER, MOST_TEXT_FEWER = (
+    over(by_size(task, **bits, rate=4e-3), by_size(task, **ALONE, rate=2e-3)) for bits in ({}, FEWER) for task in SIZES
 )
 ONCE, SIMULATED_DENSE = simulated(averages="once", rate=6e-3), simulated(**ALONE, rate=4.5e-3)
 
@@ -358,6 +358,9 @@ STATED: list[tuple[str, str, Source]] = [
     ("choosing", "of 1 M and 4,096 bytes {} %,", MORE_TEXT),
     ("choosing", "2.5 M and 8,192 bytes {} % (", MOST_TEXT),
     ("choosing", "text a parameter lost {} % by", LITTLE_TEXT),
+    ("choosing", "fewer bytes they lost {}, ", LITTLE_TEXT_FEWER),
+    ("choosing", "fewer bytes they lost …, {} and", MORE_TEXT_FEWER),
+    ("choosing", "fewer bytes they lost …, … and {} %", MOST_TEXT_FEWER),
     ("results", "and again by the averages, have {} on 4", simulated(ranks=4, averages="replay", own=1, rate=6e-3)),
     ("results", "on 4 ranks, `low_bit` {} at its best", simulated(ranks=4, rate=4.5e-3)),
     *(
