@@ -46,10 +46,10 @@ FACTORIES = {
 }
 #: The most lines of Python that somebody must read: of a module with all that it imports, one after the other, and of
 #: rooms. Lower them when they fall. Only an issue may raise them. The package's goal is 17,200.
-CLOSURES = {"methods.quantized": 5_484, "methods.iwp": 7_138, "local.steps": 8_088}
+CLOSURES = {"methods.quantized": 5_484, "methods.iwp": 7_138, "local.steps": 8_086}
 CORE_ROOMS = ("engine", "gradients", "local", "methods", "selection", "codecs", "guards")
 CORE_CARRIERS = ("carriers.horovod", "carriers.torch_collectives", "carriers.direct")
-MOST_OF_THE_CORE, MOST_OF_THE_PACKAGE = 12_092, 20_479
+MOST_OF_THE_CORE, MOST_OF_THE_PACKAGE = 12_088, 20_476
 MOST_CLASSES_BETWEEN = 2
 MOST_NAMES = 24
 _GRAD = "the protocol of the host, which reads the gradient there"

@@ -13,8 +13,6 @@ from .state import OptionalTensor, Tree
 class DenseVelocity:
     """A plain velocity for each uncompressed parameter: float32, or float64 for one of that dtype."""
 
-    of_compressed = False
-
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._velocities: dict[str, Tensor] = {}

@@ -196,7 +196,6 @@ class GradientStep(Clock, guards.Host):
             )
         self.undo_if_skipped()
 
-    @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         self._guards.before_optimizer_step(optimizer, self, self.collecting, self.undoable)
 
@@ -205,7 +204,6 @@ class GradientStep(Clock, guards.Host):
             self._last_average.after_optimizer_step(optimizer)
             self._guards.after_optimizer_step(optimizer)
 
-    @modes_off
     def before_other_step(self, optimizer: Optimizer) -> None:
         self._guards.before_other_step(optimizer, self._last_average.unapplied)
 

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from ..engine.clock import Clock
 from ..engine.engine import Engine
 from ..engine.membership import Membership
-from ..engine.modes import modes_off
 from ..engine.optimizers import parameters_of
 from ..engine.owner import in_use
 from ..engine.shards import local, shards
@@ -262,7 +261,6 @@ class Rounds(Clock):
 
     # What the engine calls.
 
-    @modes_off
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Raises ``ValueError`` for an optimizer that was not given here or to other local steps, or is Horovod's,
         ``RuntimeError`` if the weights were replaced."""

@@ -51,9 +51,6 @@ class MomentumCorrection(DenseVelocity):
     """The momentum of one compressor: a velocity beside each bucket's residual, and a plain one for each uncompressed
     parameter, the base class. ``works``: the buckets that this rank owns. ``momentum``: of all parameters, in [0, 1);
     0 is off, with which DeMo uses the plain ones for its own.
-
-    Attributes:
-        of_compressed: whether compressed parameters have a velocity, too.
     """
 
     def __init__(self, engine: Engine, works: Sequence[SparseWork], momentum: float) -> None:
@@ -63,11 +60,16 @@ class MomentumCorrection(DenseVelocity):
 
     def _set(self, momentum: float, names: Iterable[str]) -> None:
         """Gives the parameters with these names the momentum, the others none."""
-        self.value, self.of_compressed, self._names = momentum, momentum > 0, set(names)
+        self.value, self._names = momentum, set(names)
         pairs = zip(self._engine.names, self._engine.parameters, strict=True)
         self._ids = {id(parameter) for name, parameter in pairs if name in self._names}
         for work in self._works:
             work.velocity.set_momentum(momentum, self._names)
+
+    @property
+    def of_compressed(self) -> bool:
+        """Whether compressed parameters have a velocity, too."""
+        return self.value > 0
 
     def take(self, optimizer: Optimizer, alone: bool) -> float:
         """Moves the momentum of ``optimizer`` here, and returns it. It stays there if this process is ``alone``."""

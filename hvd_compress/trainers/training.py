@@ -114,12 +114,13 @@ class Training:
                 self.end()
             return bool(self.ends)
 
+        whole = model if wrapped is None else wrapped  # a compiled one around DDP has no truth value
         if isinstance(built, LocalSteps):
-            self.ends = use_hook(model if wrapped is None else wrapped, None, runs)
+            self.ends = use_hook(whole, None, runs)
         elif any(map(is_sharded, built.engine.parameters)):
             self.ends = [register_fsdp_hooks(model, built).remove]
         else:
-            self.ends = use_hook(model if wrapped is None else wrapped, partial(ddp_hook, built), runs)
+            self.ends = use_hook(whole, partial(ddp_hook, built), runs)
             momentum = built.traits.momentum or built.traits.fixed_size
             if not self.ends and (world.place()[1] > 1 or momentum):
                 raise RuntimeError(
